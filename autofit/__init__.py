@@ -1,0 +1,21 @@
+"""autofit: the fastest Hugging Face TrainingArguments that fit a memory budget, found by measuring.
+
+`autofit.search(...)` is the command `autofit search` as a function; `autofit.load(folder)` reads a finished run. Neither
+torch nor optuna is imported by importing this package.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["Result", "load", "search"]
+
+if TYPE_CHECKING:
+    from autofit.api import Result, load, search
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from autofit import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'autofit' has no attribute {name!r}")

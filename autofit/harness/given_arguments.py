@@ -1,0 +1,116 @@
+"""What a script gave to `TrainingArguments`, so that they can be built again with a candidate's fields.
+
+Building from *resolved* fields loses candidates without a word: deprecated names have been resolved into others by
+then. So the keyword arguments of the constructor are kept, and what was assigned afterwards.
+"""
+
+import dataclasses
+import functools
+import json
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from autofit.trainer_args import ALIASES, SECRETS
+
+
+@dataclass
+class _Given:
+    instance: Any
+    keywords: dict[str, Any]
+    constructed: dict[str, Any] = field(default_factory=dict)
+
+
+class GivenArguments:
+    """Remembers how each `TrainingArguments` object of this process was made."""
+
+    def __init__(self) -> None:
+        self._given: dict[int, _Given] = {}
+
+    def install(self, arguments_class: type) -> None:
+        """Listen to the constructors of `arguments_class` and of every subclass."""
+        remember = self
+
+        def make(cls: type, *args: Any, **kwargs: Any) -> Any:
+            remember._listen(cls)
+            return object.__new__(cls)
+
+        arguments_class.__new__ = make
+
+    def _listen(self, cls: type) -> None:
+        owner = next(c for c in cls.__mro__ if "__init__" in vars(c))
+        original = vars(owner)["__init__"]
+        if getattr(original, "_autofit", False):
+            return
+
+        @functools.wraps(original)
+        def construct(instance: Any, *args: Any, **kwargs: Any) -> None:
+            outermost = id(instance) not in self._given
+            if outermost:
+                names = [f.name for f in dataclasses.fields(instance) if f.init]
+                self._given[id(instance)] = _Given(instance, {**dict(zip(names, args, strict=False)), **kwargs})
+            original(instance, *args, **kwargs)
+            if outermost:
+                self._given[id(instance)].constructed = dict(vars(instance))
+
+        construct._autofit = True
+        owner.__init__ = construct
+
+    def keywords(self, arguments: Any) -> dict[str, Any]:
+        """Constructor keywords that make `arguments` as it stands now, later assignments included."""
+        names = {f.name for f in dataclasses.fields(arguments) if f.init}
+        given = self._given.get(id(arguments))
+        if given is None:  # copied, unpickled: only its fields are known
+            return {name: value for name, value in vars(arguments).items() if name in names}
+        missing = object()
+        later = {
+            name: value
+            for name, value in vars(arguments).items()
+            if name in names and not _same(value, given.constructed.get(name, missing))
+        }
+        return {**given.keywords, **later}
+
+    def rebuild(self, arguments: Any, overrides: dict[str, Any]) -> None:
+        """Set `overrides` in `arguments`, in place, with validation run again.
+
+        In place, so that the script's own variable and the Trainer's stay one object. Raises what the class raises.
+        """
+        keywords = self.keywords(arguments)
+        for name in overrides:
+            for alias in ALIASES.get(name, ()):
+                keywords.pop(alias, None)
+        rebuilt = type(arguments)(**{**keywords, **overrides})
+        vars(arguments).clear()
+        vars(arguments).update(vars(rebuilt))
+
+
+def plain_arguments(arguments: Any, keywords: dict[str, Any]) -> dict[str, Any]:
+    """What of `keywords` differs from the class's defaults, as JSON values; secrets and objects left out."""
+    defaults = {f.name: f.default for f in dataclasses.fields(arguments)}
+    plain = {}
+    for name, value in keywords.items():
+        value = json_value(value)
+        if name in SECRETS or value == json_value(defaults.get(name)) or value is UNSAYABLE:
+            continue
+        plain[name] = value
+    return plain
+
+
+UNSAYABLE = object()
+
+
+def json_value(value: Any) -> Any:
+    """`value` as JSON would hold it, or UNSAYABLE."""
+    if isinstance(value, Enum):
+        value = value.value
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError):
+        return UNSAYABLE
+
+
+def _same(a: Any, b: Any) -> bool:
+    try:
+        return bool(a is b or a == b)
+    except (TypeError, ValueError, RuntimeError):  # arrays, and objects that refuse to be compared
+        return False

@@ -1,0 +1,43 @@
+"""Whether a logits reduction leaves the workload's metrics as they are, shown on the workload's own function."""
+
+import math
+from typing import Any
+
+from autofit.harness import rows
+
+CHECK_BATCHES = 2
+
+
+class ChangedMetricsError(Exception):
+    """The reduction changes what the metrics function returns; the probe is invalid."""
+
+    kind = "metrics_changed"
+
+
+def check_same_metrics(trainer: Any, reduction: Any) -> None:
+    """Evaluate a few rows with and without `reduction` and compare. Raises ChangedMetricsError, or what metrics raise."""
+    dataset = trainer.eval_dataset
+    if trainer.compute_metrics is None or not rows.has_rows(dataset) or isinstance(dataset, dict):
+        return
+    batch = trainer.args.per_device_eval_batch_size
+    chosen = rows.subset(dataset, rows.RowPlan(dataset).typical(min(len(dataset), CHECK_BATCHES * batch)))
+    before = trainer.preprocess_logits_for_metrics
+    results = []
+    for function in (before, reduction):
+        trainer.preprocess_logits_for_metrics = function
+        results.append(trainer.evaluate(chosen))
+    trainer.preprocess_logits_for_metrics = before
+    full, reduced = ({k: v for k, v in r.items() if not k.endswith(_TIMES)} for r in results)
+    different = [k for k in full if k not in reduced or not _close(full[k], reduced[k])]
+    if different:
+        name = different[0]
+        raise ChangedMetricsError(f"{name} is {full[name]} on full logits and {reduced.get(name)} on reduced ones")
+
+
+_TIMES = ("_runtime", "_per_second", "_time", "epoch")
+
+
+def _close(a: Any, b: Any) -> bool:
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
+        return math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6)
+    return a == b

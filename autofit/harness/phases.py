@@ -1,0 +1,380 @@
+"""The short schedule that stands for a whole training: load, train, evaluate, train again, save.
+
+It runs inside the Trainer's own loop: a callback at the end of each optimizer step drives a generator, which asks for
+the next step, for an evaluation or a checkpoint through the Trainer's own control flags, or for the end. Worst-case
+rows decide memory; windows over the same typical rows decide speed, the device synchronised at their edges only.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_pt_utils import find_batch_size
+
+from autofit.harness import rows
+from autofit.harness.device_meter import DeviceMeter, watch_optimizer
+from autofit.harness.evaluation import AccumulationLog, project
+from autofit.harness.recorder import Recorder
+from autofit.machine import run_delay_seconds
+from autofit.records import EvaluationGrowth, PhaseRecord, Schedule, Speed
+
+STEP, EVALUATE, SAVE, STOP = "step", "evaluate", "save", "stop"
+
+MIN_STEPS, MAX_STEPS = (
+    3,
+    8,
+)  # worst-case steps: optimizer state appears at the first, so the peak is that of the second or later
+AGREEMENT = 0.005  # two steps' peaks agree
+MAX_SKIPPED = (
+    12  # the fp16 scaler starts at 2**16 and halves; more skips than bits to lose means that it never finds a scale
+)
+PLANNED_STEPS = 4000  # bound of a probe; a timed window ends far earlier
+EVAL_STEPS = 4
+MIN_WINDOW_SECONDS = 1.0  # ten steps of a few milliseconds are no measurement
+
+
+class InvalidProbe(Exception):
+    """The run is no training. `kind` is the rule that it breaks."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Phases(TrainerCallback):
+    """Drives one Trainer through the schedule and keeps what was measured."""
+
+    def __init__(
+        self, trainer: Any, schedule: Schedule, meter: DeviceMeter, recorder: Recorder, eval_rows: int
+    ) -> None:
+        self.records: list[PhaseRecord] = []
+        self.train_speed: Speed | None = None
+        self.eval_speed: Speed | None = None
+        self.growth: EvaluationGrowth | None = None
+        self.notes: list[str] = []
+        self.first_step_seconds: float | None = None
+        self.measured_seconds = 0.0
+        self.rows_per_step: int | None = None
+        self.micro_batches: set[int] = set()
+        self.steps = self.skipped = 0
+        self.longest_row: int | None = None
+        self._trainer, self._schedule, self._meter, self._recorder = trainer, schedule, meter, recorder
+        self._eval_rows_timed = eval_rows
+        self._losses: list[torch.Tensor] = []
+        self._rows_now = 0
+        self._gradient_norm: float | None = None
+        self._watch_gradients = True
+        self._first_prediction_peak: int | None = None
+        self._command = STEP
+        self._step_began = 0.0
+        self._accumulated = AccumulationLog()
+        self._sampler: rows.BlockSampler | None = None
+        self._uniform = False
+        self._generator = self._schedule_steps()
+
+    # ---- taking hold of the trainer ----
+
+    def attach(self) -> None:
+        """Replace the rows and listen to the steps. Called right before the real `train`."""
+        import transformers.trainer
+
+        trainer = self._trainer
+        self._accumulated.install(transformers.trainer)
+        self._prepare_training_rows()
+        self._eval_set = _pick_evaluation_set(trainer, self.notes)
+        trainer.add_callback(self)
+        self._wrap("training_step", self._training_step)
+        self._wrap("_maybe_log_save_evaluate", self._log_save_evaluate)
+        if trainer.compute_metrics is not None:
+            self._wrap("compute_metrics", self._metrics)
+
+    def _wrap(self, name: str, around: Any) -> None:
+        original = getattr(self._trainer, name)
+        setattr(self._trainer, name, lambda *args, **kwargs: around(original, *args, **kwargs))
+
+    def _prepare_training_rows(self) -> None:
+        trainer = self._trainer
+        dataset = trainer.train_dataset
+        effective = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
+        if not rows.has_rows(dataset):
+            dataset = rows.buffered(dataset, max(rows.SAMPLE_ROWS // 4, 4 * effective))
+            trainer.train_dataset = dataset
+            self.notes.append(f"rows: the first {len(dataset)} of an iterable data set")
+        plan = rows.RowPlan(dataset, self._schedule.seed)
+        self.longest_row, self._uniform = plan.longest_row, plan.uniform
+        if plan.sampled < plan.total:
+            self.notes.append(f"rows: the longest of {plan.sampled} sampled from {plan.total}")
+        self._sampler = rows.BlockSampler(plan, effective, PLANNED_STEPS)
+        if _overrides(trainer, "get_train_dataloader"):
+            self._sampler = None
+            self.notes.append("rows: the script makes its own training loader, whose order was kept")
+        else:
+            trainer._get_train_sampler = lambda *_: self._sampler
+
+    # ---- listening ----
+
+    def _training_step(self, original: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        count = find_batch_size(inputs)
+        if count is not None:
+            self._rows_now += count
+            self.micro_batches.add(count)
+        loss = original(model, inputs, *args, **kwargs)
+        self._losses.append(loss.detach())
+        return loss
+
+    def _metrics(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._recorder.at("metrics", self.steps)
+        result = original(*args, **kwargs)
+        self._recorder.at("evaluate", self.steps)
+        return result
+
+    def _log_save_evaluate(self, original: Any, *args: Any, **kwargs: Any) -> None:
+        """Runs at the end of each step, after the callbacks: evaluations and checkpoints that were asked for happen here."""
+        original(*args, **kwargs)
+        while self._command in (EVALUATE, SAVE):
+            self._advance()
+            if self._command in (EVALUATE, SAVE):
+                original(*args, **kwargs)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        now = time.time()
+        if self.first_step_seconds is None:
+            self.first_step_seconds = now - self._recorder.requested_at
+            watch_optimizer(self._trainer.optimizer)
+        self._step_began = time.perf_counter()
+        self._rows_now = 0
+        self._recorder.at(self._phase, self.steps + 1)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._recorder.phase = "optimizer"
+        if self._watch_gradients:
+            gradients = [p.grad for p in self._trainer.model.parameters() if p.grad is not None]
+            norms = [torch.linalg.vector_norm(g.float()) for g in gradients]
+            self._gradient_norm = torch.stack(norms).norm().item() if norms else 0.0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        self.measured_seconds += time.perf_counter() - self._step_began
+        if self._trainer.accelerator.optimizer_step_was_skipped:
+            self.skipped += 1
+            if self.skipped > MAX_SKIPPED:
+                raise InvalidProbe("scaler_never_settles", f"the fp16 scaler skipped {self.skipped} steps")
+        else:
+            self.steps += 1
+        self.rows_per_step = self._rows_now or None
+        control.should_evaluate = control.should_save = control.should_training_stop = False
+        if self._command != STOP:
+            self._advance()
+        return control
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        control.should_evaluate = control.should_save = False
+        return control
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._first_prediction_peak is None:
+            self._first_prediction_peak = self._meter.held_peak()
+
+    def _advance(self) -> None:
+        self._command = next(self._generator, STOP)
+        control = self._trainer.control
+        control.should_evaluate = self._command == EVALUATE
+        control.should_save = self._command == SAVE
+        control.should_training_stop = self._command == STOP
+
+    # ---- the schedule: each `yield` hands control to the Trainer until what was asked for has happened ----
+
+    def _schedule_steps(self) -> Iterator[str]:
+        """Starts at the end of the first optimizer step."""
+        began = time.perf_counter()
+        yield from self._worst_case_steps()
+        live_bytes = yield from self._health_step()
+        evaluating = self._schedule.evaluate and self._eval_set is not None
+        if evaluating:
+            self._close("train", began, live_bytes)
+            yield from self._worst_case_evaluation()
+            began = self._open("train-again")
+            yield STEP
+        if self._schedule.timed_steps:
+            yield from self._timed_windows()
+        self._check_losses()
+        self._close("train-again" if evaluating else "train", began, None if evaluating else live_bytes)
+        if evaluating and self._eval_rows_timed:
+            yield from self._timed_evaluation()
+        if self._schedule.save:
+            began = self._open("save")
+            yield SAVE
+            self._close("save", began)
+        self._check_parameters()
+        yield STOP
+
+    _phase = "train"
+
+    def _open(self, phase: str) -> float:
+        self._phase = phase
+        self._recorder.at(phase, self.steps)
+        self._meter.begin_phase()
+        return time.perf_counter()
+
+    def _close(self, phase: str, began: float, allocated_bytes: int | None = None) -> PhaseRecord:
+        peaks = self._meter.peaks()
+        record = PhaseRecord(
+            phase,
+            time.perf_counter() - began,
+            peaks.allocated_bytes if allocated_bytes is None else allocated_bytes,
+            peaks.reserved_bytes,
+            peaks.process_bytes,
+            peaks.retries,
+        )
+        self.records.append(record)
+        return record
+
+    def _worst_case_steps(self) -> Iterator[str]:
+        last = self._meter.peaks().process_bytes
+        for taken in range(2, MAX_STEPS + MAX_SKIPPED + 1):
+            yield STEP
+            peak = self._meter.peaks().process_bytes
+            settled = last is not None and peak is not None and abs(peak - last) <= AGREEMENT * peak
+            if self.steps >= MIN_STEPS and (settled or taken >= MAX_STEPS):
+                return
+            last = peak
+
+    def _health_step(self) -> Iterator[str]:
+        """One untimed step in which live bytes, gradients and finiteness are read. Returns the live bytes' peak."""
+        with self._meter.live_window() as live_bytes:
+            yield STEP
+        expected = self._trainer.args.train_batch_size * self._trainer.args.gradient_accumulation_steps
+        if self.rows_per_step is not None and self.rows_per_step != expected and self._sampler is not None:
+            raise InvalidProbe("wrong_batch", f"an optimizer step took {self.rows_per_step} rows instead of {expected}")
+        if self._gradient_norm == 0.0:
+            raise InvalidProbe("no_gradient", "no gradient reaches a trainable parameter")
+        self._check_losses()
+        self._check_parameters()
+        self._watch_gradients = False
+        return live_bytes()
+
+    def _timed_windows(self) -> Iterator[str]:
+        if self._sampler is not None:
+            self._sampler.kind = "typical"
+            if not self._uniform:
+                # Loaders fetch ahead; the first whole pass over the typical rows also warms their shapes.
+                while self._sampler.kinds[self.steps + self.skipped - 1] != f"typical-{rows.TYPICAL_BLOCKS - 1}":
+                    yield STEP
+        effective = self._trainer.args.train_batch_size * self._trainer.args.gradient_accumulation_steps
+        windows: list[float] = []
+        delay_before = run_delay_seconds()
+        self._meter.synchronize()
+        edge = time.perf_counter()
+        while True:
+            for _ in range(rows.TYPICAL_BLOCKS):
+                yield STEP
+            self._meter.synchronize()
+            now = time.perf_counter()
+            windows.append(now - edge)
+            edge = now
+            total = sum(windows)
+            enough_steps = len(windows) * rows.TYPICAL_BLOCKS >= self._schedule.timed_steps
+            if len(windows) >= 2 and (
+                (enough_steps and total >= MIN_WINDOW_SECONDS) or total >= self._schedule.timed_seconds
+            ):
+                break
+        delay = _share(delay_before, run_delay_seconds(), sum(windows))
+        self.train_speed = Speed(effective * rows.TYPICAL_BLOCKS, tuple(windows), delay)
+
+    def _worst_case_evaluation(self) -> Iterator[str]:
+        trainer, dataset = self._trainer, self._eval_set
+        batch = trainer.args.eval_batch_size
+        plan = rows.RowPlan(dataset, self._schedule.seed)
+        count = min(EVAL_STEPS * batch, max(plan.total, batch))
+        base = self._meter.held_bytes()
+        began = self._open("evaluate")
+        yield from self._evaluation(rows.subset(dataset, plan.longest(count)))
+        record = self._close("evaluate", began)
+        self.growth = project(
+            on_host=self._meter.name == "cpu",
+            base_bytes=base,
+            first_step_peak=self._first_prediction_peak or base,
+            measured_peak=record.process_bytes or 0,
+            outputs=self._accumulated.bytes_per_row,
+            rows_measured=count,
+            rows_total=plan.total,
+            batch=batch,
+            accumulation_steps=trainer.args.eval_accumulation_steps,
+            concatenates=trainer.args.eval_do_concat_batches,
+        )
+
+    def _timed_evaluation(self) -> Iterator[str]:
+        plan = rows.RowPlan(self._eval_set, self._schedule.seed)
+        order = plan.typical(min(plan.total, self._eval_rows_timed))
+        chosen = rows.subset(self._eval_set, plan.cycled(order, self._eval_rows_timed))
+        self._phase = "evaluate"
+        self._recorder.at("evaluate", self.steps, timed=True)
+        delay_before, seconds = run_delay_seconds(), []
+        while len(seconds) < 3 and sum(seconds) < self._schedule.timed_seconds / 2:
+            self._meter.synchronize()
+            began = time.perf_counter()
+            yield from self._evaluation(chosen)
+            self._meter.synchronize()
+            seconds.append(time.perf_counter() - began)
+        delay = _share(delay_before, run_delay_seconds(), sum(seconds))
+        self.eval_speed = Speed(self._eval_rows_timed, tuple(seconds), delay)
+
+    def _evaluation(self, dataset: Any) -> Iterator[str]:
+        trainer = self._trainer
+        whole = trainer.eval_dataset
+        trainer.eval_dataset = dataset
+        getattr(trainer, "_eval_dataloaders", {}).pop("eval", None)
+        began = time.perf_counter()
+        yield EVALUATE
+        self.measured_seconds += time.perf_counter() - began
+        trainer.eval_dataset = whole
+
+    # ---- what makes a run no training ----
+
+    def _check_losses(self) -> None:
+        finite = torch.isfinite(torch.stack([loss.float().reshape(()) for loss in self._losses]))
+        bad = int((~finite).sum())
+        if bad and bad > self.skipped * self._trainer.args.gradient_accumulation_steps:
+            raise InvalidProbe(
+                "nonfinite_loss", f"{bad} of {len(self._losses)} micro-batches had a loss that is no number"
+            )
+        self._losses.clear()
+        self._losses.append(torch.zeros(()))
+
+    def _check_parameters(self) -> None:
+        for name, parameter in self._trainer.model.named_parameters():
+            if parameter.requires_grad and not bool(torch.isfinite(parameter.detach()).all()):
+                raise InvalidProbe(
+                    "nonfinite_parameters", f"{name} holds values that are no numbers after {self.steps} steps"
+                )
+
+
+def _pick_evaluation_set(trainer: Any, notes: list[str]) -> Any:
+    """The evaluation set whose rows can be asked for: the one with the most rows of several; None when there is none."""
+    dataset = trainer.eval_dataset
+    if isinstance(dataset, dict):
+        if not dataset:
+            return None
+        sized = {name: len(d) if hasattr(d, "__len__") else 0 for name, d in dataset.items()}
+        name = max(sized, key=sized.__getitem__)
+        notes.append(f"evaluation: {name}, the largest of {len(dataset)} sets")
+        dataset = dataset[name]
+    if dataset is None or rows.has_rows(dataset):
+        return dataset if dataset is None or len(dataset) else None
+    batch = trainer.args.eval_batch_size
+    kept = rows.buffered(dataset, max(rows.SAMPLE_ROWS // 4, EVAL_STEPS * batch))
+    notes.append(f"evaluation: the first {len(kept)} rows of an iterable data set; the projection covers only these")
+    return kept
+
+
+def _overrides(trainer: Any, method: str) -> bool:
+    """Whether a subclass outside transformers has its own `method`."""
+    return not getattr(type(trainer), method).__module__.startswith("transformers.")
+
+
+def _share(before: float | None, after: float | None, seconds: float) -> float | None:
+    if before is None or after is None or not seconds or math.isnan(seconds):
+        return None
+    return (after - before) / seconds

@@ -1,0 +1,202 @@
+"""The process that starts probes: by forking itself, with torch and transformers imported once, or afresh.
+
+It touches no device and runs no user code. It reads orders from its parent, one JSON object a line, and tells of ended
+children the same way. When the parent goes, however it goes, the connection ends, and the server kills what is left and
+goes too. It is the reaper of everything below it: a probe's grandchildren come to it when the probe dies, and are
+killed before the next probe starts.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+# Imported before the first fork; a described workload adds what it imported itself.
+FIRST_IMPORTS = (
+    "torch",
+    "transformers",
+    "transformers.trainer",
+    "accelerate",
+    "autofit.harness.phases",
+    "autofit.harness.worker",
+)
+
+
+class Server:
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._child: int | None = None
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+
+    def serve(self) -> None:
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_write)
+        selector = selectors.DefaultSelector()
+        selector.register(self._connection, selectors.EVENT_READ)
+        selector.register(self._wake_read, selectors.EVENT_READ)
+        buffer = b""
+        while True:
+            for key, _ in selector.select():
+                if key.fd == self._wake_read:
+                    os.read(self._wake_read, 4096)
+                    self._reap()
+                    continue
+                data = self._connection.recv(65536)
+                if not data:
+                    self._kill_descendants()
+                    return
+                buffer += data
+                while b"\n" in buffer:
+                    line, buffer = buffer.split(b"\n", 1)
+                    self._obey(json.loads(line))
+
+    def _tell(self, **facts: Any) -> None:
+        with contextlib.suppress(OSError):  # the parent is gone; the loop will see it
+            self._connection.sendall(json.dumps(facts).encode() + b"\n")
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        action = order["do"]
+        if action == "import":
+            began = time.perf_counter()
+            failed = import_all(order["modules"])
+            self._tell(did="import", seconds=time.perf_counter() - began, failed=failed, touched=touched_device())
+        elif action == "start":
+            self._child = self._fork(order["folder"]) if order["how"] == "fork" else self._spawn(order)
+            self._tell(did="start", pid=self._child)
+        elif action == "where" and self._child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._child, signal.SIGUSR1)
+        elif action == "kill":
+            self._kill_descendants()
+
+    def _fork(self, folder: str) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        die_with_parent()
+        self._connection.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        redirect_output(folder)
+        from autofit.harness import worker
+
+        worker.run(folder)
+
+    def _spawn(self, order: dict[str, Any]) -> int:
+        folder = order["folder"]
+        with (
+            open(os.path.join(folder, "stdout.log"), "ab") as out,
+            open(os.path.join(folder, "stderr.log"), "ab") as err,
+        ):
+            process = subprocess.Popen(
+                [sys.executable, *order["options"], "-m", "autofit.harness.server", "--worker", folder],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        process.returncode = 0  # reaped below with all other children; Popen must not wait for it
+        return process.pid
+
+    def _reap(self) -> None:
+        """Collect ended children; when the probe itself has ended, kill whatever it has left behind."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if pid == self._child:
+                    self._child = None
+                    left = self._kill_descendants()
+                    code = os.waitstatus_to_exitcode(status)
+                    self._tell(did="end", pid=pid, code=code, max_rss_bytes=usage.ru_maxrss * 1024, left_behind=left)
+
+    def _kill_descendants(self) -> int:
+        """SIGKILL everything below this process, whatever session it has moved to. Returns how many there were."""
+        import psutil
+
+        killed: set[int] = set()
+        for _ in range(50):  # a dying process may have just forked
+            alive = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+            if not alive:
+                break
+            for process in alive:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+                    killed.add(process.pid)
+            time.sleep(0.02)
+        return len(killed - {self._child})
+
+
+def import_all(modules: list[str]) -> list[str]:
+    """Import what can be imported; returns the names that could not."""
+    failed = []
+    for name in modules:
+        if name in sys.modules:
+            continue
+        try:
+            importlib.import_module(name)
+        except Exception:  # noqa: BLE001 - an optional part of a library; the child will meet it where it matters
+            if name.startswith("autofit."):
+                raise
+            failed.append(name)
+    return failed
+
+
+def touched_device() -> bool:
+    """Whether this process has a device context, after which a fork of it could not use the device."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()
+
+
+def redirect_output(folder: str) -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    for number, name in ((1, "stdout.log"), (2, "stderr.log")):
+        file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(file, number)
+        os.close(file)
+    os.close(nothing)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies (Linux); the server's own death must leave no probe."""
+    parent = os.getppid()
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def prctl(option: int, value: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def main(argv: list[str]) -> None:
+    if argv[1] == "--worker":
+        die_with_parent()
+        from autofit.harness import worker
+
+        worker.run(argv[2])
+    connection = socket.socket(fileno=int(argv[1]))
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    # Ctrl-C reaches the parent, which decides; this session has no terminal.
+    Server(connection).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,274 @@
+"""Take hold of `transformers.Trainer`: apply a candidate at its construction, run the phases instead of the training.
+
+The script goes on by itself up to its own call of `train()`; what comes after it is never run. Nothing is patched
+before the script has imported transformers, and a Trainer's own behaviour (its loop, loss, collator) is left alone.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from autofit.failure import classify_exception, exception_chain
+from autofit.harness.device_meter import BudgetBelowWeightsError, DeviceMeter
+from autofit.harness.given_arguments import GivenArguments, json_value, plain_arguments
+from autofit.harness.recorder import Recorder
+from autofit.harness.take_hold import when_imported
+from autofit.harness.workload_facts import describe
+from autofit.logits import REDUCTIONS
+from autofit.machine import run_delay_seconds
+from autofit.records import Failure, Outcome, Reply, Request
+from autofit.trainer_args import installed_name, probe_overrides
+
+EXIT_REPLIED = 0
+EXIT_NO_REPLY = 74  # EX_IOERR: the reply could not be written
+
+
+class Harness:
+    """One child's hold on the Trainer."""
+
+    def __init__(self, request: Request, meter: DeviceMeter, recorder: Recorder) -> None:
+        self._request, self._meter, self._recorder = request, meter, recorder
+        self._given = GivenArguments()
+        self._attached = False
+        self._applied: list[Any] = []
+        self._user_arguments: dict[str, Any] = {}
+        self._user_resolved: dict[str, Any] = {}
+        self._phases: Any = None
+        self._notes: list[str] = []
+        self.trainer_seen = False
+
+    def install(self) -> None:
+        when_imported("transformers.training_args", lambda module: self._given.install(module.TrainingArguments))
+        when_imported("transformers.trainer", self._take_trainer)
+
+    def _take_trainer(self, module: Any) -> None:
+        harness, trainer_class = self, module.Trainer
+        original_init, original_train = trainer_class.__init__, trainer_class.train
+
+        def make(cls: type, *args: Any, **kwargs: Any) -> Any:
+            """The outermost call: it sees a subclass's own arguments before the subclass reads them."""
+            harness._construct(module, [*args, *kwargs.values()])
+            return object.__new__(cls)
+
+        @functools.wraps(original_init)
+        def construct(trainer: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
+            if args is None:
+                args = module.TrainingArguments(output_dir=harness._request.folder)
+            harness._apply(args)
+            original_init(trainer, model, args, *rest, **kwargs)
+
+        @functools.wraps(original_train)
+        def train(trainer: Any, *args: Any, **kwargs: Any) -> NoReturn:
+            harness._train(trainer, functools.partial(original_train, trainer))
+
+        trainer_class.__new__, trainer_class.__init__, trainer_class.train = make, construct, train
+
+    # ---- construction ----
+
+    def _construct(self, module: Any, values: list[Any]) -> None:
+        self.trainer_seen = True
+        for value in values:
+            if isinstance(value, module.TrainingArguments):
+                self._apply(value)
+
+    def _apply(self, arguments: Any) -> None:
+        """Set the candidate's fields, and those that keep a probe from writing or reporting anything, once per object."""
+        if any(arguments is applied for applied in self._applied):
+            return
+        self._applied.append(arguments)
+        try:
+            self._user_arguments = plain_arguments(arguments, self._given.keywords(arguments))
+            self._user_resolved = {
+                f.name: json_value(getattr(arguments, f.name)) for f in dataclasses.fields(arguments)
+            }
+            fields = tuple(self._user_resolved)
+            overrides = dict(self._candidate_arguments())
+            from autofit.harness import phases
+
+            overrides |= probe_overrides(
+                self._request.folder, {**self._user_resolved, **overrides}, fields, phases.PLANNED_STEPS
+            )
+            if self._request.device == "cpu":
+                overrides[installed_name("use_cpu", fields)] = True
+            self._given.rebuild(arguments, overrides)
+            if not self._attached:
+                self._attached = True
+                self._meter.attach(self._request.budget_bytes)
+        except Exception as error:  # noqa: BLE001 - everything is reported; nothing is swallowed
+            self.fail(error)
+
+    def _candidate_arguments(self) -> dict[str, Any]:
+        if self._request.files is None:
+            return self._request.arguments
+        return json.loads((Path(self._request.files) / "training_args.json").read_text(encoding="utf-8"))
+
+    # ---- training ----
+
+    def _train(self, trainer: Any, train: Any) -> NoReturn:
+        """Everything from the script's own call of `train()` to the end of the process."""
+        try:
+            if self._request.schedule.describe_only:
+                self._finish(Reply(Outcome.FITS, description=self._describe(trainer)))
+            delay_before = run_delay_seconds()
+            from autofit.harness.phases import Phases
+
+            self._apply_to_model(trainer)
+            self._apply_logits(trainer)
+            self._recorder.at("load")
+            self._phases = Phases(
+                trainer, self._request.schedule, self._meter, self._recorder, self._request.timed_eval_rows
+            )
+            if trainer.args.n_gpu > 1:
+                raise RuntimeError("dataparallel_detected: the probe sees several GPUs; autofit shows it one")
+            self._meter.enter_training(trainer.model, self._request.budget_bytes)
+            self._phases.attach()
+            train()
+            self._meter.release()
+            delay = _difference(delay_before, run_delay_seconds())
+            self._finish(self._reply(Outcome.FITS, trainer=trainer, delay_seconds=delay))
+        except Exception as error:  # noqa: BLE001 - a failed probe is data
+            self.fail(error, trainer)
+
+    def _apply_to_model(self, trainer: Any) -> None:
+        wanted = self._model_kwargs().get("attn_implementation")
+        if wanted is None:
+            return
+        if trainer.model_init is not None:
+            original = trainer.call_model_init
+
+            def call_model_init(*args: Any, **kwargs: Any) -> Any:
+                model = original(*args, **kwargs)
+                set_attention(model, wanted)
+                return model
+
+            trainer.call_model_init = call_model_init
+        set_attention(trainer.model, wanted)
+
+    def _model_kwargs(self) -> dict[str, Any]:
+        if self._request.files is None:
+            return self._request.model_kwargs
+        path = Path(self._request.files) / "model_kwargs.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+    def _apply_logits(self, trainer: Any) -> None:
+        """Set the logits reduction, once it has shown the same metrics on the workload's own metrics function."""
+        reduction = None
+        if self._request.files is not None:
+            snippet = Path(self._request.files) / "snippet.py"
+            if snippet.exists():
+                reduction = runpy.run_path(str(snippet)).get("preprocess_logits_for_metrics")
+        elif self._request.logits not in (None, "full"):
+            reduction = REDUCTIONS[self._request.logits]
+        if reduction is not None:
+            from autofit.harness.metrics_check import check_same_metrics
+
+            check_same_metrics(trainer, reduction)
+            trainer.preprocess_logits_for_metrics = reduction
+
+    def _describe(self, trainer: Any) -> Any:
+        return describe(trainer, self._user_arguments, self._user_resolved, self._request)
+
+    # ---- the reply ----
+
+    def _reply(
+        self, outcome: Outcome, *, trainer: Any, delay_seconds: float | None = None, failure: Failure | None = None
+    ) -> Reply:
+        phases = self._phases
+        if phases is None:
+            return Reply(outcome, failure=failure, cap=self._meter.cap, context_bytes=self._meter.context_bytes)
+        return Reply(
+            outcome,
+            phases=tuple(phases.records),
+            train_speed=phases.train_speed,
+            eval_speed=phases.eval_speed,
+            growth=phases.growth,
+            failure=failure,
+            echo=self._echo(trainer),
+            cap=self._meter.cap,
+            context_bytes=self._meter.context_bytes,
+            steps=phases.steps,
+            skipped_steps=phases.skipped,
+            first_step_seconds=phases.first_step_seconds,
+            measured_seconds=phases.measured_seconds,
+            delay_seconds=delay_seconds,
+            notes=tuple(phases.notes),
+        )
+
+    def _echo(self, trainer: Any) -> dict[str, Any]:
+        """What the child really ran with, read from the objects that ran."""
+        model = trainer.model
+        return {
+            "arguments": {
+                f.name: json_value(getattr(trainer.args, f.name, None))
+                for f in dataclasses.fields(trainer.args)
+                if f.name in self._candidate_arguments()
+            },
+            "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
+            "logits": getattr(trainer.preprocess_logits_for_metrics, "__name__", None),
+            "optimizer": type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)).__name__,
+            "rows_per_step": self._phases.rows_per_step,
+            "micro_batches": sorted(self._phases.micro_batches),
+        }
+
+    def fail(self, error: BaseException, trainer: Any = None) -> NoReturn:
+        """Explain the error in a reply and end the process."""
+        free_share = None if isinstance(error, BudgetBelowWeightsError) else _quietly_free_share(self._meter)
+        self._meter.release()
+        phase, step = self._recorder.phase, self._recorder.step
+        kind = getattr(error, "kind", None)
+        if isinstance(error, BudgetBelowWeightsError):
+            outcome, kind = Outcome.DEVICE_OOM, "weights_above_budget"
+        elif kind is not None:
+            outcome = Outcome.INVALID
+        else:
+            kind = type(error).__name__
+            verdict = classify_exception(
+                exception_chain(error),
+                device=self._request.device,
+                free_share=free_share,
+                capped=self._meter.cap == "enforced",
+            )
+            outcome = verdict.outcome
+        text = "".join(traceback.format_exception(error))
+        print(text, file=sys.stderr, flush=True)
+        message = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        failure = Failure(phase, step, kind, message[:500], text[-20_000:])
+        self._finish(self._reply(outcome, trainer=trainer, failure=failure))
+
+    def _finish(self, reply: Reply) -> NoReturn:
+        """Write the reply and end the process at once: nothing of the script after `train()` may run."""
+        self._meter.release()
+        code = EXIT_REPLIED
+        try:
+            self._recorder.at("reply")
+            self._recorder.reply(reply)
+        except OSError as error:
+            print(f"autofit: the reply could not be written: {error}", file=sys.stderr)
+            code = EXIT_NO_REPLY
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def set_attention(model: Any, implementation: str) -> None:
+    """Switch the attention implementation of a model, also under a PEFT wrapper; nothing where it is in use already."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if getattr(base.config, "_attn_implementation", None) != implementation:
+        base.set_attn_implementation(implementation)
+
+
+def _quietly_free_share(meter: DeviceMeter) -> float | None:
+    try:
+        return meter.free_share()
+    except RuntimeError:  # a device that has failed answers nothing any more
+        return None
+
+
+def _difference(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else after - before

@@ -1,0 +1,110 @@
+"""The child's main: run a workload under a meter and leave a reply.
+
+Started in a fresh interpreter (`python -m autofit.harness.worker REQUEST`) or in a fork of the server, where torch and
+transformers are imported already. The same code runs in both.
+"""
+
+import faulthandler
+import os
+import runpy
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from autofit import codec
+from autofit.harness.device_meter import make_meter
+from autofit.harness.recorder import Recorder
+from autofit.harness.trainer_hooks import Harness
+from autofit.records import Failure, Outcome, Reply, Request, ScriptTask
+
+REQUEST_FILE = "request.json"
+
+
+class NoTrainingError(Exception):
+    """The workload ended without calling `Trainer.train()`."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.no_training_kind = kind
+
+
+def run(folder: str) -> NoReturn:
+    """Serve the request in `folder`, then end the process. Never returns."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the parent asks where a child hangs before it kills it
+    path = Path(folder) / REQUEST_FILE
+    request = codec.decode(path.read_bytes(), Request, path)
+    recorder = Recorder(folder, request.requested_at)
+    recorder.at("start")
+    harness = Harness(request, make_meter(request.device), recorder)
+    harness.install()
+    try:
+        recorder.at("load")
+        _run_workload(request)
+    except SystemExit as error:
+        _ended(
+            harness,
+            recorder,
+            f"the script exited with {error.code!r} before it trained",
+            "".join(traceback.format_exception(error)),
+        )
+    except BaseException as error:  # noqa: BLE001 - reported as the workload's own failure
+        harness.fail(error)
+    _ended(harness, recorder, "the script ended without calling Trainer.train()", "")
+
+
+def _run_workload(request: Request) -> None:
+    if request.task.model is not None:
+        from autofit.workloads import builtin
+
+        builtin.main(request.task.model, request.files, request.model_kwargs)
+    else:
+        run_script(request.task.script)
+
+
+def run_script(task: ScriptTask) -> None:
+    """Run the user's command in this interpreter as Python would: argv, sys.path and `__main__` as they expect them."""
+    os.chdir(task.directory)
+    first, *arguments = task.command
+    if first == "-m":
+        module, *arguments = arguments
+        sys.argv = [module, *arguments]
+        sys.path[0] = task.directory
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [first, *arguments]
+        sys.path[0] = str(Path(first).resolve().parent)
+        _run_path(first)
+
+
+def _run_path(path: str) -> None:
+    """`runpy.run_path` in the real `__main__`, so that objects of the script can be pickled for loader workers."""
+    import types
+
+    main = types.ModuleType("__main__")
+    main.__file__ = path
+    main.__builtins__ = __builtins__
+    sys.modules["__main__"] = main
+    source = Path(path).read_bytes()
+    exec(compile(source, path, "exec"), vars(main))  # noqa: S102 - it is the user's own script, run at their request
+
+
+def _ended(harness: Harness, recorder: Recorder, message: str, text: str) -> NoReturn:
+    kind = "no_training" if harness.trainer_seen else "no_trainer"
+    if not harness.trainer_seen:
+        message += " and without making a Trainer"
+    failure = Failure(recorder.phase, None, kind, message, text)
+    recorder.reply(Reply(Outcome.CRASHED, failure=failure))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def main(argv: list[str]) -> Any:
+    run(argv[1])
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,131 @@
+"""What a workload is, read from its Trainer at the moment it would train: the facts that a space is made from."""
+
+import dataclasses
+import sys
+from typing import Any
+
+from autofit.harness import rows
+from autofit.harness.device_meter import tensor_bytes
+from autofit.logits import REDUCTIONS
+from autofit.records import Description, Request
+
+# Packages whose modules the server may import once for all children: they run no code of the user's.
+LIBRARIES = ("accelerate", "datasets", "numpy", "peft", "safetensors", "sympy", "tokenizers", "torch", "transformers")
+ATTENTIONS = ("sdpa", "eager")  # flash-attention needs a package of its own; it stays where the user has chosen it
+SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+    "num_labels",
+    "image_size",
+    "patch_size",
+)
+
+
+def describe(trainer: Any, given: dict[str, Any], resolved: dict[str, Any], request: Request) -> Description:
+    """Facts about the workload that `trainer` is about to train. Costs no step and touches no row beyond a sample."""
+    model = trainer.model
+    parameters = list(model.parameters())
+    trainable = [p for p in parameters if p.requires_grad]
+    dtypes: dict[str, int] = {}
+    for parameter in trainable:
+        name = str(parameter.dtype).removeprefix("torch.")
+        dtypes[name] = dtypes.get(name, 0) + parameter.numel()
+    train_rows, longest = _row_facts(trainer.train_dataset)
+    eval_rows, _ = _row_facts(_largest(trainer.eval_dataset))
+    has_metrics = trainer.compute_metrics is not None
+    own_reduction = trainer.preprocess_logits_for_metrics is not None
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return Description(
+        arguments=given,
+        resolved={k: v for k, v in resolved.items() if isinstance(v, (bool, int, float, str, type(None)))},
+        fields=tuple(f.name for f in dataclasses.fields(trainer.args) if f.init),
+        model_class=type(_base(model)).__name__,
+        parameters=sum(p.numel() for p in parameters),
+        trainable_parameters=sum(p.numel() for p in trainable),
+        parameter_bytes=tensor_bytes(iter(parameters)),
+        trainable_bytes=tensor_bytes(iter(trainable)),
+        dtypes=dtypes,
+        attention=attention,
+        attentions=_attentions(_base(model), attention),
+        can_checkpoint=bool(getattr(_base(model), "supports_gradient_checkpointing", False)),
+        has_metrics=has_metrics,
+        has_logits_reduction=own_reduction,
+        reductions=("full", *REDUCTIONS) if has_metrics and not own_reduction else (),
+        train_rows=train_rows,
+        eval_rows=eval_rows,
+        longest_row=longest,
+        device_facts=_device_facts(request.device),
+        modules=tuple(
+            sorted(m for m in sys.modules if m.split(".")[0] in LIBRARIES and not m.startswith("torch.classes"))
+        ),
+        config=_sizes(model),
+    )
+
+
+def _row_facts(dataset: Any) -> tuple[int | None, int | None]:
+    """(rows, elements of the longest); None where the data set does not tell."""
+    if dataset is None:
+        return None, None
+    if not rows.has_rows(dataset):
+        sample = rows.buffered(dataset, 64)
+        return (None if not sample else len(sample)), max((rows.row_elements(r) for r in sample), default=None)
+    if len(dataset) == 0:
+        return 0, None
+    plan = rows.RowPlan(dataset)
+    return plan.total, plan.longest_row
+
+
+def _largest(dataset: Any) -> Any:
+    if isinstance(dataset, dict):
+        return max(dataset.values(), key=lambda d: len(d) if hasattr(d, "__len__") else 0, default=None)
+    return dataset
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _attentions(model: Any, current: str | None) -> tuple[str, ...]:
+    """Implementations to choose from: those that the class says it supports, the current one first."""
+    if current is None or not hasattr(model, "set_attn_implementation"):
+        return ()
+    supported = [a for a in ATTENTIONS if a == "eager" or getattr(model, f"_supports_{a}", False)]
+    return tuple(dict.fromkeys((current, *supported)))
+
+
+def _device_facts(device: str) -> dict[str, Any]:
+    if device == "cpu":
+        return {"bf16": _cpu_has_bf16()}
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "name": properties.name,
+        "capability": [properties.major, properties.minor],
+        "total_bytes": properties.total_memory,
+        "bf16": torch.cuda.is_bf16_supported(including_emulation=False),
+    }
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether matrix products in bf16 run natively; elsewhere they are emulated and only slower."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            flags = next((line for line in file if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return False
+    return any(flag in flags.split() for flag in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def _sizes(model: Any) -> dict[str, Any]:
+    config = getattr(model, "config", None)
+    found = {}
+    for name in SIZES:
+        value = getattr(config, name, None)
+        if isinstance(value, (int, float)):
+            found[name] = value
+    found["model_type"] = getattr(config, "model_type", None)
+    return found

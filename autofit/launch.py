@@ -1,0 +1,366 @@
+"""The parent's side of a probe: start a child, watch it, end it in time, and say how it ended.
+
+The parent holds no device context and imports neither torch nor transformers. Children are started by a server process
+(`harness.server`), which forks them where that is safe and starts fresh interpreters elsewhere, and which goes when this
+process goes. A child that breaks, hangs or vanishes is a result, never an exception; a child that ran something else
+than it was asked to is a bug of ours, and raised.
+"""
+
+import dataclasses
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from autofit import codec
+from autofit.failure import classify_exit
+from autofit.harness import server as server_module
+from autofit.harness.worker import REQUEST_FILE
+from autofit.machine import Nvml, oom_kills, tree_bytes
+from autofit.records import Failure, Machine, Outcome, Reply, Request
+
+POLL_SECONDS = 0.25
+WHERE_SECONDS = 1.0  # for a hanging child to print where it hangs, before it is killed
+DRAIN_SECONDS = 30.0  # for the device to give back what a dead process held
+FOREIGN_CHANGE = 0.02  # of the device: somebody else came or went while a probe ran
+LOG_BYTES = 10 * 2**20  # a probe's log beyond this is cut when the probe has ended
+START_SECONDS = 120.0
+
+
+class MismatchError(RuntimeError):
+    """A child ran with other settings than it was asked to: a bug of autofit, never a result."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a running child is."""
+
+    phase: str
+    step: int | None
+    seconds: float
+    host_bytes: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a probe ended. `reply` is what the child wrote, with the parent's own verdict laid over it."""
+
+    reply: Reply
+    seconds: float  # from the request to the child's end
+    host_bytes: int | None  # peak resident memory of the process tree
+    foreign_bytes: int | None  # change of what others held on the device meanwhile; None where nobody tells
+    left_behind: int = 0  # processes that the probe left and that were killed
+
+
+class Launcher:
+    """Starts probes one after the other. Use as a context manager: leaving it ends every process below it."""
+
+    def __init__(self, machine: Machine, on_progress: Callable[[Progress], None] | None = None) -> None:
+        self._machine = machine
+        self._on_progress = on_progress or (lambda progress: None)
+        self._nvml = Nvml.open() if machine.device != "cpu" else None
+        self.import_seconds = 0.0
+        self._server: subprocess.Popen | None = None
+        self._connection: socket.socket | None = None
+        self._buffer = b""
+        self._trusted = machine.device == "cpu"  # on CUDA only once a forked canary has used the device
+
+    def __enter__(self) -> "Launcher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- the server ----
+
+    def _start_server(self) -> None:
+        ours, theirs = socket.socketpair()
+        # The log outlives a server that dies before it can say anything.
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "autofit.harness.server", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env=self.environment(),
+        )
+        theirs.close()
+        self._connection, self._buffer = ours, b""
+
+    def environment(self) -> dict[str, str]:
+        """What children see: one GPU, by its UUID, or none."""
+        environment = dict(os.environ)
+        environment["CUDA_VISIBLE_DEVICES"] = self._machine.device_id or ""
+        # Asks NVML instead of making a context, so that the server's `is_available` does not spoil later forks.
+        environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        return environment
+
+    def warm(self, modules: tuple[str, ...] = server_module.FIRST_IMPORTS) -> None:
+        """Have the server import `modules` once for all children that are forked from it."""
+        self._order(do="import", modules=list(modules))
+        told = self._await("import", START_SECONDS)
+        self.import_seconds += told["seconds"]
+        if told["touched"]:
+            self._trusted = False
+
+    def trust(self, request: Request) -> bool:
+        """On CUDA: whether a forked child can use the device, shown by one that does (the canary)."""
+        if self._machine.device == "cpu":
+            return True
+        ended = self.probe(request, how="fork", time_limit=START_SECONDS, trusted=True)
+        self._trusted = ended.reply.outcome is Outcome.FITS
+        return self._trusted
+
+    @property
+    def can_fork(self) -> bool:
+        return self._trusted
+
+    def _order(self, **order: Any) -> None:
+        if self._server is None or self._server.poll() is not None:
+            self.close()
+            self._start_server()
+        self._connection.sendall(json.dumps(order).encode() + b"\n")
+
+    def _await(self, what: str, seconds: float) -> dict[str, Any]:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            told = self._hear(POLL_SECONDS)
+            if told is not None and told["did"] == what:
+                return told
+        raise RuntimeError(f"the probe server did not answer {what!r} within {seconds:.0f} s")
+
+    def _hear(self, seconds: float) -> dict[str, Any] | None:
+        """The server's next message, or None after `seconds`. Raises ConnectionError when the server has died."""
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._connection], [], [], seconds)
+            if not ready:
+                return None
+            data = self._connection.recv(65536)
+            if not data:
+                raise ConnectionError("the probe server has died")
+            self._buffer += data
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End the server and everything below it; waits until they are gone."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._server is not None:
+            try:
+                self._server.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                self._server.kill()
+                self._server.wait()
+        self._server = self._connection = None
+
+    # ---- one probe ----
+
+    def probe(
+        self,
+        request: Request,
+        *,
+        how: str,
+        time_limit: float,
+        host_budget: int | None = None,
+        options: tuple[str, ...] = (),
+        expected: dict[str, Any] | None = None,
+        trusted: bool = False,
+    ) -> Ended:
+        """Run one request to its end. `how` is `fork` or `fresh`; a fork that is not safe becomes a fresh start.
+
+        `expected` holds the `TrainingArguments` fields that the child must report to have run with.
+        """
+        folder = Path(request.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        request = dataclasses.replace(request, requested_at=time.time())
+        (folder / REQUEST_FILE).write_bytes(codec.encode(request))
+        how = how if how == "fresh" or self._trusted or trusted else "fresh"
+        began = time.monotonic()
+        foreign_before, kills_before = self._foreign(()), oom_kills()
+        self._order(do="start", how=how, folder=str(folder), options=list(options))
+        watch = _Watch(self, folder, time_limit, host_budget, began)
+        code, left = watch.until_end()
+        foreign = _change(foreign_before, self._foreign(()))
+        killed_by_system = None if kills_before is None else (oom_kills() or 0) > kills_before
+        reply = self._read_reply(folder) or watch.explain(code, killed_by_system)
+        if watch.over_host_budget and reply.outcome is Outcome.FITS:
+            reply = watch.explain(code, killed_by_system)
+        if (
+            foreign is not None
+            and abs(foreign) > FOREIGN_CHANGE * self._machine.device_bytes
+            and reply.outcome is Outcome.FITS
+        ):
+            note = f"others' memory on the device changed by {foreign / 2**20:.0f} MiB"
+            reply = dataclasses.replace(reply, outcome=Outcome.CONTAMINATED, notes=(*reply.notes, note))
+        _check_echo(reply, request, expected)
+        _cut_logs(folder)
+        self._drain(foreign_before)
+        return Ended(reply, time.monotonic() - began, watch.host_peak, foreign, left)
+
+    def _foreign(self, own: tuple[int, ...]) -> int | None:
+        if self._nvml is None or self._machine.device_id is None:
+            return None
+        return self._nvml.used_bytes(self._machine.device_id)
+
+    def _drain(self, used_before: int | None) -> None:
+        """Wait until the device has given back what the dead child held."""
+        if used_before is None:
+            return
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while time.monotonic() < deadline:
+            used = self._foreign(())
+            if used is None or used <= used_before + FOREIGN_CHANGE * self._machine.device_bytes:
+                return
+            time.sleep(POLL_SECONDS)
+
+    @staticmethod
+    def _read_reply(folder: Path) -> Reply | None:
+        path = folder / "reply.json"
+        if not path.exists():
+            return None
+        return codec.decode(path.read_bytes(), Reply, path)
+
+
+class _Watch:
+    """One child from its start to its end."""
+
+    def __init__(
+        self, launcher: Launcher, folder: Path, time_limit: float, host_budget: int | None, began: float
+    ) -> None:
+        self._launcher, self._folder = launcher, folder
+        self._time_limit, self._host_budget, self._began = time_limit, host_budget, began
+        self._pid: int | None = None
+        self.host_peak: int | None = None
+        self.timed_out = self.over_host_budget = False
+
+    def until_end(self) -> tuple[int | None, int]:
+        """(exit code, processes left behind). The code is None when the server died with the child."""
+        asked_where = None
+        while True:
+            try:
+                told = self._launcher._hear(POLL_SECONDS)
+            except ConnectionError:
+                self._launcher.close()
+                return None, 0
+            if told is not None and told["did"] == "start":
+                self._pid = told["pid"]
+            elif told is not None and told["did"] == "end":
+                self.host_peak = max(self.host_peak or 0, told["max_rss_bytes"])
+                return told["code"], told["left_behind"]
+            if self._pid is None:
+                continue
+            held = tree_bytes(self._pid)
+            self.host_peak = max(self.host_peak or 0, held)
+            where = last_progress(self._folder)
+            if where is not None:
+                self._launcher._on_progress(Progress(where[0], where[1], time.monotonic() - self._began, held))
+            if self._host_budget is not None and held > self._host_budget and not self.over_host_budget:
+                self.over_host_budget = True
+                self._launcher._order(do="kill")
+            late = time.monotonic() - self._began - self._time_limit
+            if late > 0 and asked_where is None and not self.over_host_budget:
+                self.timed_out = True
+                asked_where = time.monotonic()
+                self._launcher._order(do="where")
+            if asked_where is not None and time.monotonic() - asked_where > WHERE_SECONDS:
+                self._launcher._order(do="kill")
+                asked_where = float("inf")
+
+    def explain(self, code: int | None, killed_by_system: bool | None) -> Reply:
+        """A reply for a child that left none."""
+        phase, step = last_progress(self._folder) or ("start", None)
+        if code is None:
+            outcome, kind = Outcome.CRASHED, "the probe server died"
+        else:
+            outcome, kind = classify_exit(
+                code,
+                timed_out=self.timed_out,
+                over_host_budget=self.over_host_budget,
+                oom_killed=killed_by_system,
+            )
+        message = kind
+        if self.over_host_budget:
+            message = f"the process tree held {self.host_peak or 0} bytes of host memory, more than the host budget"
+        elif self.timed_out:
+            message = f"no end after {self._time_limit:.0f} s"
+        return Reply(outcome, failure=Failure(phase, step, kind, message, log_tail(self._folder)))
+
+
+def last_progress(folder: Path) -> tuple[str, int | None] | None:
+    """Phase and step of the last whole line that the child wrote; None before the first."""
+    try:
+        with open(folder / "progress.jsonl", "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(file.tell() - 2048, 0))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return None
+    for line in reversed(lines[:-1]):
+        try:
+            told = msgspec.json.decode(line)
+            return str(told["phase"]), told.get("step")
+        except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+            continue
+    return None
+
+
+def log_tail(folder: Path, size: int = 4000) -> str:
+    """The end of the child's stderr, or of its stdout when it wrote nothing there."""
+    for name in ("stderr.log", "stdout.log"):
+        try:
+            with open(folder / name, "rb") as file:
+                file.seek(0, os.SEEK_END)
+                file.seek(max(file.tell() - size, 0))
+                text = file.read().decode(errors="replace").strip()
+        except OSError:
+            continue
+        if text:
+            return text
+    return ""
+
+
+def _cut_logs(folder: Path) -> None:
+    """Keep the head and the tail of a log that a child has flooded."""
+    for name in ("stdout.log", "stderr.log"):
+        path = folder / name
+        if path.exists() and path.stat().st_size > LOG_BYTES:
+            with open(path, "r+b") as file:
+                head = file.read(LOG_BYTES // 2)
+                file.seek(-LOG_BYTES // 2, os.SEEK_END)
+                tail = file.read()
+                file.seek(0)
+                file.write(head + b"\n[... cut by autofit ...]\n" + tail)
+                file.truncate()
+
+
+def _check_echo(reply: Reply, request: Request, expected: dict[str, Any] | None) -> None:
+    """Raise MismatchError where a child that ran reports other settings than it was asked for."""
+    wanted = request.arguments if expected is None else expected
+    told = reply.echo.get("arguments")
+    if told is None:
+        return
+    for name, value in wanted.items():
+        if told.get(name) != value:
+            raise MismatchError(
+                f"probe {request.probe} was asked to run with {name}={value!r} and reports {told.get(name)!r}; "
+                f"please report this, with {request.folder}"
+            )
+    attention = request.model_kwargs.get("attn_implementation")
+    if attention is not None and reply.echo.get("attention") not in (attention, None):
+        raise MismatchError(
+            f"probe {request.probe} was asked for {attention} attention and ran {reply.echo['attention']}"
+        )
+
+
+def _change(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before

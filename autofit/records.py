@@ -1,0 +1,376 @@
+"""The nouns of autofit as frozen dataclasses: what is searched, on what, and what came back.
+
+Everything here is plain data that `codec` turns into JSON and back. Bytes are integers, times are seconds, and what is not
+known is None. Nothing here imports torch, reads a device or opens a file.
+"""
+
+import hashlib
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+KnobValue = bool | int | str | None
+
+
+class Outcome(str, Enum):
+    """How a probe ended. All of them are results; none is an error of the search."""
+
+    FITS = "fits"
+    DEVICE_OOM = "device_oom"  # the device, or the cap that stands for the budget, had no more memory
+    HOST_OOM = "host_oom"  # host memory ran out, or the process tree exceeded the host budget
+    OVER_BUDGET = (
+        "over_budget"  # it ran, and its peak or its projection to the whole evaluation set is above the budget
+    )
+    TIMEOUT = "timeout"
+    KILLED = "killed"  # by a signal that autofit did not send
+    CRASHED = "crashed"  # an exception that is not about memory, or a process that left no reply
+    INVALID = "invalid"  # it ran and is no training: non-finite loss, no gradient, wrong batch, changed metrics
+    CONTAMINATED = "contaminated"  # somebody else used the device or the processor while it was timed
+
+
+class Effect(str, Enum):
+    """What a knob may change beyond memory and speed."""
+
+    EXACT = "exact"  # the same mathematics, up to the order of summation
+    NUMERICS = "numerics"  # other rounding: bf16, tf32, another attention kernel
+    TRAINING = "training"  # another optimisation problem: another optimizer, 16-bit weights
+
+
+@dataclass(frozen=True)
+class ModelTask:
+    """A model that autofit trains by itself, on synthetic rows of the worst-case shape."""
+
+    model: str  # as the user named it
+    config: dict[str, Any]  # the model's configuration, whole
+    task: str  # text-classification, causal-lm or image-classification
+    effective_batch: int  # rows per optimizer step
+    dtype: str  # of the weights: float32, bfloat16 or float16
+    eval_rows: int  # rows of the evaluation set that the projection is made for
+    seq_len: int | None = None  # tokens per row; None for images
+    image_size: int | None = None  # pixels per side; None for text
+    lora_rank: int | None = None
+    base_args: dict[str, Any] = field(default_factory=dict)  # the user's own TrainingArguments fields
+
+
+@dataclass(frozen=True)
+class ScriptTask:
+    """A user's command that ends by calling `Trainer.train()`."""
+
+    command: tuple[str, ...]  # what follows the interpreter: a script or `-m module`, and its arguments
+    directory: str  # where it runs
+    interpreter_options: tuple[str, ...] = ()  # `-u`, `-X …`
+    digest: str = ""  # of the script's own source, so that an edited script is another task
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained: exactly one of the two is given."""
+
+    model: ModelTask | None = None
+    script: ScriptTask | None = None
+
+    @property
+    def name(self) -> str:
+        """A short name that is safe in a path."""
+        if self.model is not None:
+            text = f"{self.model.model}-{self.model.task}"
+        else:
+            text = next((part for part in self.script.command if part != "-m"), "script")
+        stem = text.rstrip("/").rsplit("/", 1)[-1].removesuffix(".py")
+        return "".join(c if c.isalnum() or c in "-_." else "-" for c in stem).strip("-.")[:60] or "task"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The hardware and the libraries that a measurement is true for."""
+
+    device: str  # cpu or cuda:N, N counting the devices that this process may see
+    device_name: str
+    device_bytes: int  # that processes can hold there at most: a total that stays, not what is free now
+    host_bytes: int  # likewise of host memory, cgroup limits respected
+    cpu_name: str
+    cpu_count: int  # processors this process may use
+    system: str
+    versions: dict[str, str]  # distribution -> version: python, torch, transformers, accelerate, autofit, …
+    device_id: str | None = None  # the GPU's UUID
+    capability: tuple[int, int] | None = None
+    driver: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Equal where measurements may be reused.
+
+        Sizes count with two digits: the same machine has some more or fewer bytes after an update of its kernel or
+        driver, and two cards of one name (a RTX 3060 of 8 and of 12 GB) or two limits of a container differ by more.
+        """
+        sizes = [f"{self.device_bytes:.1e}", f"{self.host_bytes:.1e}"]
+        hardware = [self.device_name, self.capability, self.driver, self.cpu_name, self.cpu_count]
+        return digest([self.device.partition(":")[0], *hardware, *sizes, self.versions])
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the training process may hold.
+
+    On CUDA: everything it reserves plus its context. On the CPU: bytes above the process's state after warm-up, the
+    model's own weights counted. `host_bytes` bounds the whole process tree in host memory.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    unit: str = "GiB"  # the unit that the user wrote, for printing
+    text: str = ""  # what the user wrote; empty for the default
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """One decided value for every knob; nothing in it is automatic."""
+
+    values: dict[str, KnobValue]
+
+    def __getitem__(self, knob: str) -> KnobValue:
+        return self.values[knob]
+
+    def get(self, knob: str, default: KnobValue = None) -> KnobValue:
+        return self.values.get(knob, default)
+
+    def but(self, changes: Mapping[str, KnobValue] | None = None, **more: KnobValue) -> "Candidate":
+        """The same with some knobs changed."""
+        return Candidate({**self.values, **(changes or {}), **more})
+
+    @property
+    def key(self) -> str:
+        return digest(self.values)
+
+    def __eq__(self, other: object) -> bool:
+        """By key, since `True == 1` in Python and they are different settings."""
+        return isinstance(other, Candidate) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What one child does between the start of training and its reply."""
+
+    describe_only: bool = False  # stop at `Trainer.train()` and reply what was found there
+    timed_steps: int = 10  # at least this many optimizer steps, in windows over the same rows …
+    timed_seconds: float = 5.0  # … or this long, whichever comes first; 0 steps: training is not timed
+    evaluate: bool = True
+    seed: int = 0  # of which typical rows are timed
+    save: bool = False  # one checkpoint, as the confirmation writes it
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the parent asks of one child. Written before the child starts, and kept beside its reply."""
+
+    probe: str  # number of the probe and name of its folder
+    folder: str
+    task: Task
+    device: str
+    schedule: Schedule
+    arguments: dict[str, Any] = field(default_factory=dict)  # TrainingArguments fields to set
+    model_kwargs: dict[str, Any] = field(default_factory=dict)  # attn_implementation
+    logits: str | None = None  # reduction to apply before metrics; None leaves what the workload has
+    files: str | None = None  # a folder with emitted files, read instead of `arguments` (the confirmation)
+    budget_bytes: int | None = None  # None: not capped
+    timed_eval_rows: int = 0  # rows of one timed evaluation, the same for every candidate; 0: evaluation is not timed
+    requested_at: float = 0.0  # seconds since the epoch
+
+
+@dataclass(frozen=True)
+class Description:
+    """The workload as it stands when it calls `Trainer.train()`, before anything is changed."""
+
+    arguments: dict[str, Any]  # fields that the user gave, as JSON values, secrets left out
+    resolved: dict[str, Any]  # the tunable fields as TrainingArguments resolved them
+    fields: tuple[str, ...]  # every field of the installed TrainingArguments class in use
+    model_class: str
+    parameters: int
+    trainable_parameters: int
+    parameter_bytes: int
+    trainable_bytes: int
+    dtypes: dict[str, int]  # dtype -> parameters
+    attention: str | None  # implementation in use; None where the model has no choice
+    attentions: tuple[str, ...]  # implementations that this model and this installation support
+    can_checkpoint: bool
+    has_metrics: bool
+    has_logits_reduction: bool  # the workload brings its own preprocess_logits_for_metrics
+    reductions: tuple[str, ...]  # logits reductions that the workload's metrics are known to accept
+    train_rows: int | None
+    eval_rows: int | None  # None: no evaluation set
+    longest_row: int | None  # elements of the longest input of a row: tokens, or pixels
+    device_facts: dict[str, Any]  # what torch says of the device: name, capability, bf16, total bytes
+    modules: tuple[str, ...]  # library modules that the workload imported, for the server to import once
+    config: dict[str, Any] = field(
+        default_factory=dict
+    )  # sizes of the model: layers, hidden, heads, vocabulary, labels
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PhaseRecord:
+    """Peaks of one phase. Peaks are the process's since the phase began, what earlier phases left included."""
+
+    name: str  # load, train, evaluate, train-again, save
+    seconds: float
+    allocated_bytes: int | None = None  # live tensor bytes; on the CPU read in an untimed window of training only
+    reserved_bytes: int | None = None  # held by torch's allocator; on the CPU growth of peak resident memory
+    process_bytes: int | None = None  # what the budget is compared with: reserved and context; on the CPU as reserved
+    retries: int | None = None  # allocations that succeeded only after the allocator gave cached memory back
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Timed windows over the same rows, in the order in which they ran."""
+
+    rows: int  # rows per window
+    seconds: tuple[float, ...]  # wall time of each window
+    delay_share: float | None = None  # share of wall time that the process's threads waited for a processor
+
+    @property
+    def per_second(self) -> float:
+        """Rows per second: the median window."""
+        return self.rows / statistics.median(self.seconds)
+
+
+@dataclass(frozen=True)
+class EvaluationGrowth:
+    """How evaluation grows with its rows, measured over a few steps and projected to the whole set."""
+
+    rows_measured: int
+    rows_total: int
+    device_bytes_per_row: float  # accumulated on the device per row, padded to the longest
+    host_bytes_per_row: float  # accumulated on the host per row
+    projected_process_bytes: int  # device peak of the whole evaluation; a projection
+    projected_host_bytes: int  # growth of host memory over the whole evaluation; a projection
+    outputs: dict[str, float] = field(default_factory=dict)  # what accumulates -> bytes per row
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a probe did not fit or did not run."""
+
+    phase: str  # start, load, train, backward, optimizer, evaluate, metrics, save
+    step: int | None
+    kind: str  # exception type, `signal 9`, `exit 3`, or the rule that was broken: nonfinite_loss, no_gradient, …
+    message: str  # first line
+    traceback: str = ""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a child writes before it ends."""
+
+    outcome: Outcome
+    phases: tuple[PhaseRecord, ...] = ()
+    train_speed: Speed | None = None
+    eval_speed: Speed | None = None
+    growth: EvaluationGrowth | None = None
+    failure: Failure | None = None
+    echo: dict[str, Any] = field(default_factory=dict)  # the fields, model settings and rows that it really ran with
+    description: Description | None = None
+    cap: str = "none"  # enforced, judged (no cap can be set), or none
+    context_bytes: int | None = None  # held on the device outside torch's allocator
+    steps: int = 0  # optimizer steps that were applied
+    skipped_steps: int = 0  # that the fp16 scaler skipped
+    first_step_seconds: float | None = None  # from the request to the end of the first optimizer step
+    measured_seconds: float = 0.0  # inside optimizer steps and evaluations
+    delay_seconds: float | None = None  # that threads waited for a processor, in all
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One finished probe, as the journal keeps it."""
+
+    probe: str
+    purpose: str  # baseline, train, evaluate, race, confirm, confirm-baseline
+    candidate: Candidate
+    outcome: Outcome
+    seconds: float  # wall time from request to reply, as the parent saw it
+    phases: tuple[PhaseRecord, ...] = ()
+    train_speed: Speed | None = None
+    eval_speed: Speed | None = None
+    growth: EvaluationGrowth | None = None
+    failure: Failure | None = None
+    host_bytes: int | None = None  # peak of the process tree
+    cap: str = "none"
+    context_bytes: int | None = None
+    first_step_seconds: float | None = None
+    measured_seconds: float = 0.0
+    delay_seconds: float | None = None
+    device: str = ""  # machine key
+    start: str = "fork"  # fork or fresh: how the child was started
+    notes: tuple[str, ...] = ()
+
+    def phase(self, name: str) -> PhaseRecord | None:
+        return next((phase for phase in self.phases if phase.name == name), None)
+
+    @property
+    def ran(self) -> bool:
+        """Whether its peaks and speeds are those of a whole run; a contaminated probe's peaks are."""
+        return self.outcome in (Outcome.FITS, Outcome.OVER_BUDGET, Outcome.CONTAMINATED)
+
+    @property
+    def train_bytes(self) -> int | None:
+        """Peak of the training phases, as the budget counts it."""
+        return _highest(self.phases, ("train", "train-again"))
+
+    @property
+    def eval_bytes(self) -> int | None:
+        """Peak of evaluation: the projection to the whole set where there is one, never below what was measured."""
+        measured = _highest(self.phases, ("evaluate",))
+        if measured is None or self.growth is None:
+            return measured
+        return max(measured, self.growth.projected_process_bytes)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The figure that is compared with the budget."""
+        peaks = [p.process_bytes for p in self.phases if p.process_bytes is not None]
+        if self.growth is not None:
+            peaks.append(self.growth.projected_process_bytes)
+        return max(peaks, default=None)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A confirmed candidate. Speeds are from the confirmation, interleaved with the baseline's."""
+
+    candidate: Candidate
+    probe: str  # the confirming probe
+    train_per_second: float
+    train_spread: float  # half the range of the windows' rates, as a share of the median
+    eval_per_second: float | None
+    peak_bytes: int
+    gain: float | None  # its speed over the baseline's in the same confirmation; None when the baseline did not fit
+    folder: str = ""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The answer of a search. `best` can be said in TrainingArguments alone, `best_with_code` needs a snippet."""
+
+    best: Choice | None
+    best_with_code: Choice | None
+    baseline: Candidate | None
+    baseline_outcome: Outcome | None
+    front: tuple[Candidate, ...] = ()  # Pareto front of memory against training speed
+    reasons: dict[str, str] = field(default_factory=dict)  # candidate key -> why it was not chosen
+    notes: tuple[str, ...] = ()
+
+
+def digest(value: Any) -> str:
+    """Twelve hex digits that are equal for equal JSON values, whatever the order of keys."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _highest(phases: tuple[PhaseRecord, ...], names: tuple[str, ...]) -> int | None:
+    return max((p.process_bytes for p in phases if p.name in names and p.process_bytes is not None), default=None)

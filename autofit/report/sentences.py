@@ -1,0 +1,166 @@
+"""The answer in words: what won and why, the difference to the user's settings, how to use the files.
+
+A gain is told from the confirmation alone, where the winner ran in turn with the user's settings, and never over
+settings that do not fit. Pure: sentences are returned, and drawn elsewhere.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from autofit.knobs import KNOBS, needs_code
+from autofit.records import Budget, Candidate, Choice, Measurement, Outcome, Selection
+from autofit.report.labels import change_text, gain_text, phase_text, plain, rate_text, spread_text
+from autofit.report.summary import Row, deciding, is_projected, nearest_row, rate, summarize
+from autofit.selection import changes, leaders, score
+from autofit.trainer_args import installed_name
+from autofit.units import format_bytes
+
+DIFFERENCE_LINES = 4
+ARGUMENTS_FILE = "training_args.json"
+
+
+def answer(selection: Selection, measurements: Iterable[Measurement], budget: Budget) -> list[str]:
+    """What won, its gain, and why; a second sentence or two where the user's settings do not fit or code gives more."""
+    listed = list(measurements)
+    rows = summarize(listed, selection, budget, "").rows
+    best, coded = selection.best, selection.best_with_code
+    if best is None and coded is None:
+        return ["No candidate that fits was confirmed."]
+    sentences = []
+    if selection.baseline is not None and selection.baseline_outcome not in (None, Outcome.FITS, Outcome.CONTAMINATED):
+        sentences.append(_baseline_failure(selection, listed, rows, budget))
+    if best is not None:
+        sentences.append(f"{_headline(best, selection, listed, budget)}: {_why(best, selection, rows)}.")
+    if coded is not None and (best is None or coded.candidate != best.candidate):
+        base = best.candidate if best is not None else selection.baseline
+        lead = f"With code ({change_text(base, coded.candidate)})" if best else "What fits needs code"
+        sentences.append(f"{lead}: {_headline(coded, selection, listed, budget)}.")
+    return sentences
+
+
+def difference(baseline: Candidate, chosen: Candidate, fields: Iterable[str] = ()) -> list[str]:
+    """At most four lines `name  before → after`. `fields` of the installed TrainingArguments choose between its names."""
+    names = {knob: installed_name(knob, fields) or knob for knob in KNOBS}
+    changed = changes(baseline, chosen)
+    ordered = [knob for knob in KNOBS if knob in changed] + [knob for knob in changed if knob not in KNOBS]
+    parts = []
+    for knob in ordered:
+        code = "  (in code)" if knob in KNOBS and KNOBS[knob].in_code else ""
+        before, after = changed[knob]
+        parts.append((plain(names.get(knob, knob)), f"{plain(before)} → {plain(after)}{code}"))
+    shown = parts if len(parts) <= DIFFERENCE_LINES else parts[: DIFFERENCE_LINES - 1]
+    width = max((len(name) for name, _ in shown), default=0)
+    lines = [f"{name:<{width}}  {change}" for name, change in shown]
+    if len(shown) < len(parts):
+        rest = parts[len(shown) :]
+        lines.append(f"and {len(rest)} more: " + ", ".join(f"{name} {change}" for name, change in rest))
+    return lines
+
+
+def next_command(best: str | None, with_code: str | None) -> list[str]:
+    """How to use the emitted files. Both are folders as they are to be printed, None where nothing was emitted."""
+    lines = []
+    for folder in (best, with_code):
+        if folder is None:
+            continue
+        path = f"{folder}/{ARGUMENTS_FILE}"
+        lines.append(plain(path) if folder == best else f"{plain(folder)}: needs the snippet that lies there beside")
+        if not best or folder == best:
+            lines.append(f"  args, = HfArgumentParser(TrainingArguments).parse_json_file({path!r})")
+            lines.append(f"  args = TrainingArguments(**json.load(open({path!r})))")
+    return lines
+
+
+def _headline(choice: Choice, selection: Selection, measurements: Sequence[Measurement], budget: Budget) -> str:
+    own_speed = f"{rate_text(choice.train_per_second)}{spread_text(choice.train_spread or None)}"
+    peak = _peak(choice, measurements, budget)
+    if choice.candidate == selection.baseline:
+        text = f"Your settings, {own_speed} samples/s, peak {peak}"
+    elif choice.gain is None or selection.baseline_outcome not in (None, Outcome.FITS, Outcome.CONTAMINATED):
+        changed = change_text(selection.baseline, choice.candidate)
+        text = f"{changed[:1].upper()}{changed[1:]}, {own_speed} samples/s, peak {peak}"
+    else:
+        base, spread = _confirmed_baseline(measurements, choice)
+        against = f"{own_speed} against {rate_text(base)}{spread_text(spread)}"
+        if _tied(choice, selection, measurements):
+            text = f"As fast as your settings within the noise ({against} samples/s), peak {peak}"
+        else:
+            text = f"{gain_text(choice.gain)} the samples/s of your settings ({against}), peak {peak}"
+    if choice.eval_per_second is not None:
+        text += f", evaluation {rate_text(choice.eval_per_second)} rows/s"
+    return text
+
+
+def _peak(choice: Choice, measurements: Sequence[Measurement], budget: Budget) -> str:
+    own = [m for m in measurements if m.candidate == choice.candidate and m.peak_bytes == choice.peak_bytes]
+    sign = "~" if any(is_projected(m) and m.eval_bytes == choice.peak_bytes for m in own) else ""
+    return f"{sign}{format_bytes(choice.peak_bytes, budget.unit)} of {format_bytes(budget.device_bytes, budget.unit)}"
+
+
+def _confirmed_baseline(measurements: Sequence[Measurement], choice: Choice) -> tuple[float, float | None]:
+    """(rows per second, spread) of the user's settings in the confirmation, at which `choice.gain` was told."""
+    spread = rate([m for m in measurements if m.purpose == "confirm-baseline" and m.ran], "train")[1]
+    return choice.train_per_second / choice.gain, spread
+
+
+def _tied(choice: Choice, selection: Selection, measurements: Sequence[Measurement]) -> bool:
+    """Whether the confirmation left the two within the noise, by the rule of the selection."""
+    confirmed = [
+        m
+        for m in measurements
+        if (m.purpose == "confirm" and m.candidate == choice.candidate) or m.purpose == "confirm-baseline"
+    ]
+    scored = score(confirmed, "train")
+    return len(scored) == 2 and len(leaders(scored, 0.0)) == 2
+
+
+def _why(choice: Choice, selection: Selection, rows: Sequence[Row]) -> str:
+    """Why it won, among the training settings that fit; what only evaluation sees does not make another one."""
+    own = _train_knobs(choice.candidate)
+    rivals: dict[tuple, Row] = {}
+    for row in rows:
+        coded = selection.baseline is not None and needs_code(row.candidate, selection.baseline)
+        if row.fits and row.train_per_second is not None and not coded:
+            rivals.setdefault(_train_knobs(row.candidate), row)
+    others = [row for key, row in rivals.items() if key != own]
+    if not others:
+        return "the only training settings that were measured and fit"
+    own_rate = rivals[own].train_per_second if own in rivals else choice.train_per_second
+    faster = [row for row in others if row.train_per_second > own_rate]
+    if not faster:
+        return f"the fastest of {len(others) + 1} that fit"
+    gap = max(row.train_per_second for row in faster) / own_rate - 1
+    text = f"within {gap:.1%} of the fastest of {len(others) + 1} that fit"
+    held = rivals[own].train_bytes if own in rivals else None
+    smaller = held is not None and all(row.train_bytes is None or held < row.train_bytes for row in faster)
+    return text + (", with a smaller peak" if smaller else "")
+
+
+def _train_knobs(candidate: Candidate) -> tuple:
+    return tuple(sorted((k, repr(v)) for k, v in candidate.values.items() if k in KNOBS and KNOBS[k].phase == "train"))
+
+
+def _baseline_failure(
+    selection: Selection, measurements: Sequence[Measurement], rows: Sequence[Row], budget: Budget
+) -> str:
+    own = [m for m in measurements if m.candidate == selection.baseline]
+    failed = next((m for m in own if m.purpose == "baseline"), None) or (deciding(own) if own else None)
+    failure = failed.failure if failed else None
+    verbs = {
+        Outcome.DEVICE_OOM: "run out of device memory",
+        Outcome.HOST_OOM: "run out of host memory",
+        Outcome.OVER_BUDGET: "exceed the budget",
+        Outcome.TIMEOUT: "do not end within the time limit",
+        Outcome.KILLED: "were killed",
+        Outcome.CRASHED: "crash",
+        Outcome.INVALID: "are no training here",
+    }
+    text = f"Your settings {verbs[selection.baseline_outcome]}{phase_text(failure)}"
+    if failed is not None and selection.baseline_outcome is Outcome.OVER_BUDGET:
+        sign = "~" if is_projected(failed) and failed.peak_bytes == failed.eval_bytes else ""
+        held, allowed = format_bytes(failed.peak_bytes, budget.unit), format_bytes(budget.device_bytes, budget.unit)
+        text += f" (peak {sign}{held} of {allowed})"
+    near = nearest_row(rows, selection.baseline)
+    if near is None:
+        return text + "."
+    speed = f", {rate_text(near.train_per_second)} samples/s" if near.train_per_second is not None else ""
+    return f"{text}; nearest that fits: {change_text(selection.baseline, near.candidate)}{speed}."

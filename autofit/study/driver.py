@@ -1,0 +1,404 @@
+"""The search: describe, baseline, train knobs, evaluation knobs, race, confirm; every step a probe in a child.
+
+It asks the plan, has the candidate measured, writes the journal, tells the mirror. It decides nothing that the journal
+does not show, so a search that was killed goes on where it stopped.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from autofit.knobs import Space, needs_code
+from autofit.launch import Ended, Launcher
+from autofit.prediction import Predictor
+from autofit.records import (
+    Budget,
+    Candidate,
+    Choice,
+    Description,
+    Failure,
+    Machine,
+    Measurement,
+    Outcome,
+    Request,
+    Schedule,
+    Task,
+)
+from autofit.selection import Scored, decided, leaders, score, window_rates, winner
+from autofit.store import RunDirectory
+from autofit.study.listener import Listener
+from autofit.study.mirror import Mirror
+from autofit.study.plan import EvaluatePlan, TrainPlan
+from autofit.trainer_args import arguments_of
+
+DELAY_SHARE = 0.05  # of wall time that threads waited for a processor; above it a timed window is contaminated
+MOST_REPEATS = 4  # of contaminated probes in one search: on a machine that is never quiet the answer must come anyway
+FIRST_LIMIT_SECONDS = 1800.0  # for the baseline, of which nothing is known
+LIMIT_FACTOR, LEAST_LIMIT_SECONDS = 6.0, 120.0  # a candidate this much slower than the baseline's probe cannot win
+CONFIRM_RUNS = 2  # of the winner and of the baseline each, in turn
+MOST_FALLBACKS = 3  # winners that may fail their confirmation before the search gives up
+RACE_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_probes: int
+    max_seconds: float | None
+    min_gain: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """A candidate that ran from its emitted files in fresh processes, beside the baseline."""
+
+    candidate: Candidate
+    runs: tuple[Measurement, ...]
+    baseline_runs: tuple[Measurement, ...]
+
+
+class Search:
+    """One search over a described workload, in one run directory."""
+
+    def __init__(
+        self,
+        *,
+        task: Task,
+        machine: Machine,
+        budget: Budget,
+        description: Description,
+        space: Space,
+        directory: RunDirectory,
+        launcher: Launcher,
+        limits: Limits,
+        listener: Listener,
+    ) -> None:
+        self._task, self._machine, self._budget = task, machine, budget
+        self._description, self._space = description, space
+        self._directory, self._launcher, self._limits, self._listener = directory, launcher, limits, listener
+        self._began = time.monotonic()
+        self._predictor = Predictor(description, machine.device)
+        self._mirror = Mirror(directory.path / "study.db", space, self.history(), budget, listener.said)
+        self._repeats = 0
+        self._said: set[str] = set()
+        for m in self.history():
+            self._predictor.learn(m)
+        largest_eval = max((int(b) for b in space.values.get("per_device_eval_batch_size", (0,))), default=0)
+        self._timed_eval_rows = min(2 * largest_eval, 256) if description.eval_rows else 0
+
+    # ---- what is known ----
+
+    def history(self) -> list[Measurement]:
+        """Measurements of this machine and these versions, in order; what other versions measured does not count."""
+        return [m for m in self._directory.measurements if m.device == self._machine.key]
+
+    def baseline_measurement(self) -> Measurement | None:
+        return next(
+            (m for m in self.history() if m.purpose == "baseline" and m.outcome is not Outcome.CONTAMINATED), None
+        ) or next((m for m in self.history() if m.purpose == "baseline"), None)
+
+    def close(self) -> None:
+        self._mirror.close()
+
+    def out_of_time(self) -> str | None:
+        """Why the search stops before its plan ends; None while it may go on. The confirmation's probes are kept back."""
+        if len(self.history()) >= self._limits.max_probes - 2 * CONFIRM_RUNS:
+            return f"--max-probes {self._limits.max_probes} is reached, the confirmation's {2 * CONFIRM_RUNS} kept back"
+        if self._limits.max_seconds is not None:
+            used = time.monotonic() - self._began
+            if used + self._confirm_seconds() > self._limits.max_seconds:
+                return f"--max-time is reached after {used:.0f} s, the time of the confirmation kept back"
+        return None
+
+    def _confirm_seconds(self) -> float:
+        baseline = self.baseline_measurement()
+        return 0.0 if baseline is None else 2 * CONFIRM_RUNS * (baseline.seconds + 4.0)
+
+    def seconds_left(self) -> float | None:
+        """A guess for the rest: what probes took so far, for a typical search, and the confirmation."""
+        done = [m.seconds for m in self.history()]
+        if not done:
+            return None
+        expected = max(min(self._limits.max_probes - 2 * CONFIRM_RUNS, 14) - len(done), 0) * sum(done) / len(done)
+        left = expected + self._confirm_seconds()
+        if self._limits.max_seconds is not None:
+            left = min(left, max(self._limits.max_seconds - (time.monotonic() - self._began), 0.0))
+        return left
+
+    # ---- the stages ----
+
+    def run_train(self, in_code: bool) -> Candidate | None:
+        """Probe training candidates until the plan ends or the limits do. Returns the best that fits."""
+        plan = TrainPlan(self._space, self._predictor, self._description, self._budget)
+        while True:
+            step = plan.next(self.history(), in_code)
+            if step is None:
+                break
+            stop = self.out_of_time()
+            if stop is not None and step.purpose != "baseline":
+                self._say_once(stop)
+                break
+            timed = step.purpose == "baseline"
+            self.measure(step.candidate, step.purpose, step.why, evaluate=timed)
+        return plan.best(in_code)
+
+    def run_evaluate(self, chosen: Candidate, in_code: bool) -> Candidate | None:
+        """Probe evaluation candidates on top of `chosen`. Returns the best that fits; None when none does."""
+        if not self._description.eval_rows:
+            return chosen
+        plan = EvaluatePlan(self._space, chosen, self._budget, self._machine.device)
+        while True:
+            step = plan.next(self.history(), in_code)
+            if step is None:
+                break
+            stop = self.out_of_time()
+            if stop is not None and plan.best(in_code) is not None:
+                self._say_once(stop)
+                break
+            self.measure(step.candidate, step.purpose, step.why, train=False)
+        return plan.best(in_code)
+
+    def race(self, in_code: bool) -> Candidate | None:
+        """Measure the leaders again in turn until their order is settled. Returns the winner of training."""
+        for _ in range(RACE_ROUNDS):
+            close = leaders(self._scored(in_code), self._limits.min_gain)
+            if len(close) < 2 or all(decided(close[0], other, self._limits.min_gain) for other in close[1:]):
+                break
+            for contender in close:
+                stop = self.out_of_time()
+                if stop is not None:
+                    self._say_once(stop)
+                    break
+                self.measure(contender.candidate, "race", "nearly as fast as the best", evaluate=False)
+        best = winner(self._scored(in_code), self._limits.min_gain)
+        return best.candidate if best else None
+
+    def ranked(self, in_code: bool) -> list[Scored]:
+        """Training candidates that fit, the winner first: what the confirmation goes through."""
+        scored = self._scored(in_code)
+        first = winner(scored, self._limits.min_gain)
+        return [] if first is None else [first, *(s for s in scored if s.candidate != first.candidate)]
+
+    def _scored(self, in_code: bool) -> list[Scored]:
+        baseline = self._space.baseline
+        kept = []
+        for m in self.history():
+            if m.train_speed is None or m.purpose.startswith("confirm"):
+                continue
+            # The baseline's own evaluation may not fit; its training settings may still win with other evaluation knobs.
+            fits_training = m.train_bytes is None or m.train_bytes <= self._budget.device_bytes
+            if m.outcome is Outcome.OVER_BUDGET and fits_training:
+                m = dataclasses.replace(m, outcome=Outcome.FITS, growth=None)
+            if in_code or not needs_code(m.candidate, baseline):
+                kept.append(m)
+        return score(kept, "train")
+
+    def confirm(self, candidate: Candidate, folder: Path, emit: Callable[[Path], None]) -> Confirmed | None:
+        """Run `candidate` from its emitted files alone, in fresh processes, in turn with the baseline.
+
+        `emit` writes the files into a draft folder. Returns None when a run does not fit.
+        """
+        emit(folder)
+        earlier = self._confirmed_before(candidate)
+        if earlier is not None:
+            return earlier
+        baseline_fits = self._baseline_ran()
+        runs: list[Measurement] = []
+        baseline_runs: list[Measurement] = []
+        same = candidate == self._space.baseline
+        for turn in range(CONFIRM_RUNS):
+            if baseline_fits and not same:
+                baseline_runs.append(
+                    self.measure(
+                        self._space.baseline,
+                        "confirm-baseline",
+                        "the user's own settings, beside the winner",
+                        how="fresh",
+                        save=True,
+                    )
+                )
+            run = self.measure(
+                candidate,
+                "confirm",
+                f"run {turn + 1} of {CONFIRM_RUNS} from the emitted files",
+                how="fresh",
+                save=True,
+                files=folder,
+            )
+            runs.append(run)
+            if run.outcome not in (Outcome.FITS, Outcome.CONTAMINATED):
+                return None
+        return Confirmed(candidate, tuple(runs), tuple(baseline_runs))
+
+    def _confirmed_before(self, candidate: Candidate) -> Confirmed | None:
+        """The confirmation of the same candidate that an earlier, finished run of this search has left."""
+        runs = [m for m in self.history() if m.purpose == "confirm"][-CONFIRM_RUNS:]
+        baseline_runs = [m for m in self.history() if m.purpose == "confirm-baseline"][-CONFIRM_RUNS:]
+        fit = all(m.candidate == candidate and m.outcome in (Outcome.FITS, Outcome.CONTAMINATED) for m in runs)
+        return Confirmed(candidate, tuple(runs), tuple(baseline_runs)) if fit and len(runs) == CONFIRM_RUNS else None
+
+    def _baseline_ran(self) -> bool:
+        baseline = self.baseline_measurement()
+        return baseline is not None and baseline.outcome in (Outcome.FITS, Outcome.CONTAMINATED)
+
+    # ---- one measurement ----
+
+    def measure(
+        self,
+        candidate: Candidate,
+        purpose: str,
+        why: str,
+        *,
+        train: bool = True,
+        evaluate: bool = True,
+        save: bool = False,
+        how: str | None = None,
+        files: Path | None = None,
+    ) -> Measurement:
+        """Probe `candidate`, again where somebody else used the machine meanwhile. The last attempt is returned."""
+        while True:
+            measurement = self._probe(candidate, purpose, why, train, evaluate, save, how, files)
+            if measurement.outcome is not Outcome.CONTAMINATED or self._repeats >= MOST_REPEATS or self.out_of_time():
+                return measurement
+            self._repeats += 1
+            why = f"again: {measurement.notes[-1] if measurement.notes else 'contaminated'}"
+
+    def _probe(
+        self,
+        candidate: Candidate,
+        purpose: str,
+        why: str,
+        train: bool,
+        evaluate: bool,
+        save: bool,
+        how: str | None,
+        files: Path | None,
+    ) -> Measurement:
+        folder = self._directory.new_probe()
+        arguments = arguments_of(candidate, self._description.fields, self._machine.device)
+        kwargs = {}
+        if candidate.get("attention") is not None:
+            kwargs["attn_implementation"] = candidate["attention"]
+        request = Request(
+            probe=folder.name,
+            folder=str(folder),
+            task=self._task,
+            device=self._machine.device,
+            schedule=Schedule(timed_steps=10 if train else 0, evaluate=evaluate, save=save, seed=self._limits.seed),
+            arguments={} if files else arguments,
+            model_kwargs={} if files else kwargs,
+            logits=None if files else candidate.get("logits"),
+            files=str(files.resolve()) if files else None,
+            budget_bytes=self._budget.device_bytes,
+            timed_eval_rows=self._timed_eval_rows if evaluate else 0,
+        )
+        how = how or ("fresh" if self._task.script else "fork")
+        self._listener.probe_started(folder.name, purpose, candidate, why, self.seconds_left())
+        self._mirror.ask(candidate, purpose)
+        ended = self._launcher.probe(
+            request,
+            how=how,
+            time_limit=self._time_limit(),
+            host_budget=self._budget.host_bytes,
+            options=self._task.script.interpreter_options if self._task.script else (),
+            expected=arguments,
+        )
+        measurement = measurement_of(ended, request, candidate, purpose, self._budget, self._machine, how)
+        self._directory.record(measurement)
+        self._mirror.tell(measurement)
+        self._predictor.learn(measurement)
+        self._listener.probe_ended(measurement, self._best_so_far())
+        return measurement
+
+    def _time_limit(self) -> float:
+        baseline = self.baseline_measurement()
+        if baseline is None:
+            return FIRST_LIMIT_SECONDS
+        return max(LEAST_LIMIT_SECONDS, LIMIT_FACTOR * baseline.seconds)
+
+    def _best_so_far(self) -> Measurement | None:
+        fitting = [m for m in self.history() if m.outcome is Outcome.FITS and m.train_speed is not None]
+        return max(fitting, key=lambda m: m.train_speed.per_second, default=None)
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._listener.said(text)
+
+
+def measurement_of(
+    ended: Ended, request: Request, candidate: Candidate, purpose: str, budget: Budget, machine: Machine, how: str
+) -> Measurement:
+    """The journal's record of an ended probe, judged against the budget and for contamination."""
+    reply = ended.reply
+    measurement = Measurement(
+        probe=request.probe,
+        purpose=purpose,
+        candidate=candidate,
+        outcome=reply.outcome,
+        seconds=ended.seconds,
+        phases=reply.phases,
+        train_speed=reply.train_speed,
+        eval_speed=reply.eval_speed,
+        growth=reply.growth,
+        failure=reply.failure,
+        host_bytes=ended.host_bytes,
+        cap=reply.cap,
+        context_bytes=reply.context_bytes,
+        first_step_seconds=reply.first_step_seconds,
+        measured_seconds=reply.measured_seconds,
+        delay_seconds=reply.delay_seconds,
+        device=machine.key,
+        start=how,
+        notes=reply.notes,
+    )
+    if measurement.outcome is not Outcome.FITS:
+        return measurement
+    judged = _judge(measurement, budget)
+    if judged is not None:
+        return dataclasses.replace(measurement, outcome=judged[0], failure=judged[1])
+    share = max((s.delay_share or 0.0 for s in (reply.train_speed, reply.eval_speed) if s is not None), default=0.0)
+    if share > DELAY_SHARE:
+        note = f"its threads waited {share:.0%} of the timed windows for a processor"
+        return dataclasses.replace(measurement, outcome=Outcome.CONTAMINATED, notes=(*measurement.notes, note))
+    return measurement
+
+
+def _judge(measurement: Measurement, budget: Budget) -> tuple[Outcome, Failure] | None:
+    """Above a budget although it ran: what the cap does not see (context, projection, host memory)."""
+    highest = max(((p.process_bytes or 0, p.name) for p in measurement.phases), default=(0, "train"))
+    if highest[0] > budget.device_bytes:
+        return Outcome.OVER_BUDGET, Failure(
+            highest[1], None, "peak_above_budget", f"peak of {highest[0]} bytes above the budget"
+        )
+    growth = measurement.growth
+    if growth is None:
+        return None
+    if growth.projected_process_bytes > budget.device_bytes:
+        text = f"projected to {growth.rows_total} rows, evaluation takes {growth.projected_process_bytes} bytes"
+        return Outcome.OVER_BUDGET, Failure("evaluate", None, "eval_growth", text)
+    if growth.projected_host_bytes + (measurement.host_bytes or 0) > budget.host_bytes:
+        text = f"projected to {growth.rows_total} rows, evaluation takes {growth.projected_host_bytes} more bytes of host memory"
+        return Outcome.HOST_OOM, Failure("evaluate", None, "host_growth", text)
+    return None
+
+
+def choice_of(confirmed: Confirmed, folder: Path) -> Choice:
+    """The confirmed candidate with its speed and its gain, both from the confirmation alone."""
+    rates = window_rates(confirmed.runs, "train")
+    middle = statistics.median(rates)
+    eval_rates = window_rates(confirmed.runs, "evaluate")
+    base = window_rates([m for m in confirmed.baseline_runs if m.ran], "train")
+    return Choice(
+        candidate=confirmed.candidate,
+        probe=confirmed.runs[-1].probe,
+        train_per_second=middle,
+        train_spread=(max(rates) - min(rates)) / 2 / middle,
+        eval_per_second=statistics.median(eval_rates) if eval_rates else None,
+        peak_bytes=max(m.peak_bytes or 0 for m in confirmed.runs),
+        gain=middle / statistics.median(base) if base else None,
+        folder=str(folder),
+    )

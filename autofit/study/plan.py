@@ -1,0 +1,375 @@
+"""What to probe next, from what was measured. Pure: the same history gives the same next candidate, so runs resume.
+
+Training first: the full effective batch at once, the frontier of the batch size by bisection, then one knob after the
+other flipped at the best found so far, until no flip is left that could win. Evaluation next, on top of the chosen
+training settings. Estimates order candidates and say what an out-of-memory rules out; only measurements decide.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from autofit.knobs import KNOBS, Space, refusal
+from autofit.prediction import Predictor, structure
+from autofit.records import Budget, Candidate, Description, Measurement, Outcome
+
+MEMORY = (Outcome.DEVICE_OOM, Outcome.HOST_OOM, Outcome.OVER_BUDGET)
+RAN = (Outcome.FITS, Outcome.OVER_BUDGET, Outcome.CONTAMINATED)
+EVALUATION_PHASES = ("evaluate", "metrics")
+WIDE = 1.25  # an estimate this far above the budget is not tried: the formula's error once scaled is well below
+WORTH_CLIMBING = 0.97  # a structure this near to the best is followed to larger batches
+EVAL_GAIN = 1.03  # evaluation batches grow until two doublings gain less
+MOST_RESCUES = 8  # probes spent on finding anything that fits
+
+
+@dataclass(frozen=True)
+class Step:
+    candidate: Candidate
+    purpose: str
+    why: str
+
+
+class TrainPlan:
+    """Candidates for the training phase; evaluation knobs stay at the baseline's values."""
+
+    def __init__(self, space: Space, predictor: Predictor, description: Description, budget: Budget) -> None:
+        self._space, self._predictor, self._description, self._budget = space, predictor, description, budget
+        self._by_key: dict[str, Measurement] = {}
+
+    def next(self, history: Iterable[Measurement], in_code: bool) -> Step | None:
+        """The next candidate to probe, or None when none is left that could win. `in_code`: also knobs that only code
+        can set."""
+        self._learn(history)
+        baseline = self._space.baseline
+        if baseline.key not in self._by_key:
+            return self._step(baseline, "the user's own settings")
+        full = self._space.with_batch(baseline, self._space.batches[-1])
+        if full.key not in self._by_key:
+            return self._step(full, "the whole effective batch at once")
+        if self.best(in_code) is None:
+            return self._rescue(in_code)
+        for step in (*self._climb(in_code), *self._flips(in_code)):
+            return step
+        return None
+
+    def best(self, in_code: bool) -> Candidate | None:
+        """The fastest that fits in training so far."""
+        rates = {k: m for k, m in self._by_key.items() if self._fits(m) and self._allowed(m.candidate, in_code)}
+        if not rates:
+            return None
+        return max(rates.values(), key=lambda m: m.train_speed.per_second).candidate
+
+    # ---- what is known ----
+
+    def _learn(self, history: Iterable[Measurement]) -> None:
+        self._by_key = {}
+        for m in history:
+            key = _train_part(m.candidate, self._space.baseline).key
+            known = self._by_key.get(key)
+            # An evaluation that failed says nothing of training; a probe that timed training does.
+            if m.train_speed is not None or (known is None and _train_verdict_known(m)):
+                self._by_key[key] = m
+
+    def _fits(self, m: Measurement) -> bool:
+        peak = m.train_bytes
+        return m.train_speed is not None and m.outcome in RAN and (peak is None or peak <= self._budget.device_bytes)
+
+    def _out_of_memory(self, m: Measurement) -> bool:
+        return m.outcome in MEMORY and not self._fits(m)
+
+    def _allowed(self, candidate: Candidate, in_code: bool) -> bool:
+        baseline = self._space.baseline
+        return in_code or all(candidate[n] == baseline[n] for n in candidate.values if KNOBS[n].in_code)
+
+    def _ruled_out(self, candidate: Candidate) -> str | None:
+        """Why it is not worth a probe; None when it is.
+
+        An out-of-memory rules out what is estimated to need no less with everything but the batch equal: under a held
+        effective batch a smaller batch accumulates, which keeps one more copy of the gradients, so it can need more.
+        """
+        known_bad = refusal(candidate, self._description)
+        if known_bad:
+            return known_bad
+        needed = self._predictor.train_bytes(candidate)
+        for m in self._by_key.values():
+            if self._out_of_memory(m) and structure(m.candidate) == structure(candidate):
+                floor = self._predictor.train_bytes(m.candidate)
+                if needed >= floor and int(candidate["per_device_train_batch_size"]) >= int(
+                    m.candidate["per_device_train_batch_size"]
+                ):
+                    return f"probe {m.probe} ran out of memory with less"
+        if needed > WIDE * self._budget.device_bytes:
+            return "cannot fit by estimate"
+        return None
+
+    def _open(self, candidate: Candidate) -> bool:
+        return candidate.key not in self._by_key and self._ruled_out(candidate) is None
+
+    def _step(self, candidate: Candidate, why: str) -> Step:
+        return Step(candidate, "baseline" if candidate == self._space.baseline and "own" in why else "train", why)
+
+    # ---- the batch size ----
+
+    def _climb(self, in_code: bool) -> Iterator[Step]:
+        """The batch frontier of the best structure, and the neighbours of its fastest batch."""
+        best = self.best(in_code)
+        rates, failed = self._curve(best)
+        untried = [b for b in self._space.batches if b not in rates and b not in failed]
+        largest = max(rates)
+        ceiling = min((b for b in failed if b > largest), default=None)
+        fastest = max(rates, key=rates.__getitem__)
+        above = [b for b in untried if b > largest and (ceiling is None or b < ceiling)]
+        rising = fastest == largest
+        if above and rising and self._worth_more(best):
+            chosen = self._largest_fitting(best, above)
+            if chosen is not None:
+                yield self._step(self._space.with_batch(best, chosen), "a larger batch of the fastest structure")
+        if structure(best) == structure(self._space.baseline) or len(rates) == 1:
+            below = [b for b in untried if b < fastest]
+            near = max(below, default=None)
+            known_below = max((b for b in rates if b < fastest), default=None)
+            if (
+                near is not None
+                and (known_below is None or near > known_below)
+                and self._open(self._space.with_batch(best, near))
+            ):
+                if structure(best) == structure(self._space.baseline):
+                    yield self._step(self._space.with_batch(best, near), "the batch below the fastest one")
+
+    def _worth_more(self, best: Candidate) -> bool:
+        """Whether larger batches have paid: false once a curve of this run has its peak below its frontier."""
+        rates, _ = self._curve(self._space.baseline)
+        return (
+            len(rates) < 2
+            or structure(best) == structure(self._space.baseline)
+            or max(rates, key=rates.__getitem__) == max(rates)
+        )
+
+    def _curve(self, candidate: Candidate) -> tuple[dict[int, float], set[int]]:
+        """Measured rate by batch, and batches that ran out of memory, for the structure of `candidate`."""
+        rates: dict[int, float] = {}
+        failed: set[int] = set()
+        for m in self._by_key.values():
+            if structure(m.candidate) == structure(candidate):
+                batch = int(m.candidate["per_device_train_batch_size"])
+                if self._fits(m):
+                    rates[batch] = m.train_speed.per_second
+                else:
+                    failed.add(batch)
+        return rates, failed
+
+    def _largest_fitting(self, candidate: Candidate, batches: list[int]) -> int | None:
+        """The largest that is estimated to fit; where none is, the middle one, unless an estimate is far off."""
+        open_batches = [b for b in batches if self._open(self._space.with_batch(candidate, b))]
+        fitting = [
+            b
+            for b in open_batches
+            if self._predictor.train_bytes(self._space.with_batch(candidate, b)) <= self._budget.device_bytes
+        ]
+        if fitting:
+            return max(fitting)
+        near = [
+            b
+            for b in open_batches
+            if self._predictor.train_bytes(self._space.with_batch(candidate, b)) <= 1.1 * self._budget.device_bytes
+        ]
+        return near[len(near) // 2] if near else None
+
+    # ---- the other knobs ----
+
+    def _flips(self, in_code: bool) -> list[Step]:
+        best = self.best(in_code)
+        batch = int(best["per_device_train_batch_size"])
+        found = []
+        for name, flipped in self._space.flips(best, "train", in_code):
+            if name == "activation_checkpointing" and flipped[name] and batch == self._space.batches[-1]:
+                continue  # recomputing costs time and nothing larger is left to be gained
+            rates, failed = self._curve(flipped)
+            if rates:
+                if max(rates.values()) < WORTH_CLIMBING * self._rate(best) or not self._worth_more(best):
+                    continue
+                larger = [b for b in self._space.batches if b > max(rates) and b not in failed]
+                chosen = self._largest_fitting(flipped, larger)
+            else:
+                sizes = [
+                    b
+                    for b in self._space.batches
+                    if b not in failed and (b >= batch if flipped.get("activation_checkpointing") else b == batch)
+                ]
+                chosen = self._largest_fitting(flipped, sizes) or (
+                    self._smaller(flipped, batch, failed) if failed else None
+                )
+            if chosen is not None:
+                candidate = self._space.with_batch(flipped, chosen)
+                if self._open(candidate):
+                    found.append(self._step(candidate, f"{name} changed from the fastest"))
+        return sorted(found, key=lambda s: self._predictor.seconds_per_row(s.candidate))
+
+    def _smaller(self, flipped: Candidate, batch: int, failed: set[int]) -> int | None:
+        """Half the batch of a structure that ran out of memory at the best batch, where it is expected to be faster."""
+        if self._predictor.seconds_per_row(flipped) > 0.9 * self._predictor.seconds_per_row(self.best(True)):
+            return None
+        return max((b for b in self._space.batches if b < min(failed) and b >= batch // 2), default=None)
+
+    def _rate(self, candidate: Candidate) -> float:
+        return self._by_key[candidate.key].train_speed.per_second
+
+    # ---- nothing fits yet ----
+
+    def _rescue(self, in_code: bool) -> Step | None:
+        """The untried candidate with the smallest estimated peak, structures in turn."""
+        tried = sum(1 for m in self._by_key.values())
+        if tried >= MOST_RESCUES:
+            return None
+        options = [self._space.baseline]
+        for name, values in self._space.values.items():
+            if (
+                KNOBS[name].phase == "train"
+                and "batch" not in name
+                and name != "gradient_accumulation_steps"
+                and (in_code or not KNOBS[name].in_code)
+            ):
+                options = [c.but({name: v}) for c in options for v in values]
+        candidates = [self._space.with_batch(c, b) for c in options for b in self._space.batches]
+        untried = [c for c in candidates if c.key not in self._by_key and refusal(c, self._description) is None]
+        fitting = [
+            c
+            for c in untried
+            if self._predictor.train_bytes(c) <= self._budget.device_bytes and self._ruled_out(c) is None
+        ]
+        if fitting:
+            pick = min(fitting, key=lambda c: self._predictor.seconds_per_row(c))
+            return self._step(pick, "the fastest that is estimated to fit")
+        if not untried:
+            return None
+        return self._step(min(untried, key=self._predictor.train_bytes), "the smallest estimated peak")
+
+
+class EvaluatePlan:
+    """Candidates for the evaluation phase on top of chosen training settings."""
+
+    def __init__(self, space: Space, chosen: Candidate, budget: Budget, device: str) -> None:
+        self._space, self._chosen, self._budget, self._device = space, chosen, budget, device
+        self._by_key: dict[str, Measurement] = {}
+
+    def next(self, history: Iterable[Measurement], in_code: bool) -> Step | None:
+        """The next candidate to probe, or None when evaluation is settled."""
+        self._by_key = {
+            m.candidate.key: m
+            for m in history
+            if m.candidate.but(_eval_part(self._chosen)) == self._chosen
+            and (m.eval_speed is not None or m.failure is not None or m.growth is not None)
+        }
+        for setting in self._settings(in_code):
+            step = self._ladder(setting)
+            if step is not None:
+                return step
+        return None
+
+    def best(self, in_code: bool) -> Candidate | None:
+        """The fastest evaluation that fits so far; None when none was measured or none fits."""
+        baseline = self._space.baseline
+        fitting = [
+            m
+            for m in self._by_key.values()
+            if self._fits(m) and (in_code or m.candidate.get("logits") == baseline.get("logits"))
+        ]
+        return max(fitting, key=lambda m: m.eval_speed.per_second).candidate if fitting else None
+
+    def _fits(self, m: Measurement) -> bool:
+        return m.eval_speed is not None and m.outcome in (Outcome.FITS, Outcome.CONTAMINATED)
+
+    def _settings(self, in_code: bool) -> Iterator[Candidate]:
+        """Accumulation and reduction, in the order in which they are tried: the next only where the last is short of memory."""
+        own = self._chosen.but(_eval_part(self._space.baseline))
+        yield own
+        if self._short_of_memory(own) and self._device != "cpu":
+            steps = self._flush_steps(own)
+            if steps is not None:
+                yield own.but(eval_accumulation_steps=steps)
+        if in_code:
+            for reduction in self._space.values.get("logits", ()):
+                if reduction != own.get("logits") and (self._short_of_memory(own) or self._accumulates(own)):
+                    yield own.but(logits=reduction)
+
+    def _ladder(self, setting: Candidate) -> Step | None:
+        """Evaluation batches of one setting: the user's own, then up by four while it pays, or down until one fits."""
+        batches = sorted(self._space.values.get("per_device_eval_batch_size", ()))
+        own = int(self._space.baseline["per_device_eval_batch_size"])
+        measured = {b: self._by_key.get(setting.but(per_device_eval_batch_size=b).key) for b in batches}
+        if measured.get(own) is None:
+            start = self.best(True)
+            batch = int(start["per_device_eval_batch_size"]) if start is not None else own
+            if batch != own and measured.get(batch) is None:
+                return self._step(setting, batch, "the reduction at the fastest evaluation batch")
+            if batch == own:
+                return self._step(setting, own, "the user's own evaluation batch on the chosen training settings")
+        rates = {b: m.eval_speed.per_second for b, m in measured.items() if m is not None and self._fits(m)}
+        failed = [b for b, m in measured.items() if m is not None and not self._fits(m)]
+        if not rates:
+            if setting.get("logits") == self._space.baseline.get("logits") and self._grows_too_much(setting):
+                return None  # a smaller batch accumulates as much
+            below = [b for b in batches if b < min(failed)]
+            return self._step(setting, below[max(len(below) - 2, 0)], "a smaller evaluation batch") if below else None
+        top = max(rates)
+        fastest = max(rates, key=rates.__getitem__)
+        others = [r for b, r in rates.items() if b < top]
+        above = [b for b in batches if b > top and (not failed or b < min(failed))]
+        paid = not others or rates[top] >= EVAL_GAIN * max(others)
+        if above and paid and fastest == top:
+            return self._step(setting, above[min(1, len(above) - 1)], "a larger evaluation batch")
+        return None
+
+    def _step(self, setting: Candidate, batch: int, why: str) -> Step:
+        return Step(setting.but(per_device_eval_batch_size=batch), "evaluate", why)
+
+    def _of(self, setting: Candidate) -> list[Measurement]:
+        return [
+            m
+            for m in self._by_key.values()
+            if m.candidate.but(per_device_eval_batch_size=0) == setting.but(per_device_eval_batch_size=0)
+        ]
+
+    def _short_of_memory(self, setting: Candidate) -> bool:
+        return any(m.outcome in MEMORY for m in self._of(setting))
+
+    def _grows_too_much(self, setting: Candidate) -> bool:
+        """Whether what accumulates over the whole set is what does not fit, twice because of the concatenation."""
+        return any(
+            m.growth is not None
+            and 2 * m.growth.device_bytes_per_row * m.growth.rows_total > 0.5 * self._budget.device_bytes
+            for m in self._of(setting)
+        )
+
+    def _accumulates(self, setting: Candidate) -> bool:
+        """Whether the predictions come to more than 1 % of the budget; less is not worth a line of code."""
+        return any(
+            m.growth is not None
+            and m.growth.outputs.get("predictions", 0) * m.growth.rows_total > 0.01 * self._budget.device_bytes
+            for m in self._of(setting)
+        )
+
+    def _flush_steps(self, setting: Candidate) -> int | None:
+        """The largest offered number of steps whose arrays, held twice, fit beside the rest of evaluation."""
+        for m in self._of(setting):
+            if m.growth is None or m.phase("evaluate") is None:
+                continue
+            free = self._budget.device_bytes - (m.phase("evaluate").process_bytes or 0)
+            batch = int(m.candidate["per_device_eval_batch_size"])
+            per_step = 2 * m.growth.device_bytes_per_row * batch
+            options = [v for v in self._space.values.get("eval_accumulation_steps", ()) if isinstance(v, int)]
+            return max((v for v in options if v * per_step <= free), default=min(options, default=None))
+        return 1 if 1 in self._space.values.get("eval_accumulation_steps", ()) else None
+
+
+def _eval_part(candidate: Candidate) -> dict:
+    return {n: v for n, v in candidate.values.items() if KNOBS[n].phase == "evaluate"}
+
+
+def _train_part(candidate: Candidate, baseline: Candidate) -> Candidate:
+    """`candidate` with the baseline's evaluation knobs: what training depends on."""
+    return candidate.but(_eval_part(baseline))
+
+
+def _train_verdict_known(m: Measurement) -> bool:
+    """Whether a probe without training speed says something of training: one that failed before evaluation does."""
+    return m.failure is not None and m.failure.phase not in EVALUATION_PHASES

@@ -1,0 +1,81 @@
+"""From the user's command line to a `ScriptTask`: which interpreter, which script or module, which arguments."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from autofit.errors import UsageError
+from autofit.records import ScriptTask, digest
+
+_WITH_VALUE = ("-X", "-W")
+_LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
+
+
+def make_script_task(command: tuple[str, ...]) -> tuple[ScriptTask, list[str]]:
+    """The task, and what the user should know of how it is run, one sentence each. Raises UsageError."""
+    if not command:
+        raise UsageError("nothing follows --; write autofit search --budget 24GB -- python train.py …")
+    program, *rest = command
+    notes: list[str] = []
+    name = os.path.basename(program)
+    if name in _LAUNCHERS:
+        raise UsageError(f"{name} is not supported here; give the script itself: -- python train.py …")
+    if name.startswith("python"):
+        _check_interpreter(program, notes)
+    elif program.endswith(".py"):
+        rest = list(command)
+    else:
+        raise UsageError(f"{program!r} is no Python command; write -- python train.py …, or -- python -m package …")
+    options, rest = _split_options(rest)
+    if rest[0] == "-m":
+        target, where = ["-m", *rest[1:]], None
+        if len(rest) < 2:
+            raise UsageError("-m names no module; write -- python -m package …")
+    else:
+        target, where = rest, Path(rest[0])
+        if not where.is_file():
+            raise UsageError(f"there is no script {rest[0]!r} in {os.getcwd()}; check the path")
+    source = where.read_bytes().decode(errors="replace") if where else " ".join(target)
+    return ScriptTask(tuple(target), os.getcwd(), tuple(options), digest(source)), notes
+
+
+def _split_options(rest: list[str]) -> tuple[list[str], list[str]]:
+    options: list[str] = []
+    rest = list(rest)
+    while rest and rest[0].startswith("-") and rest[0] != "-m":
+        if rest[0] in ("-c", "-"):
+            raise UsageError(f"python {rest[0]} has no file to run again; put the code into a script")
+        options.append(rest.pop(0))
+        if options[-1] in _WITH_VALUE and rest:
+            options.append(rest.pop(0))
+    if not rest:
+        raise UsageError("the command names no script; write -- python train.py …")
+    return options, rest
+
+
+def _check_interpreter(program: str, notes: list[str]) -> None:
+    """Children run under the interpreter that autofit is installed in, so the user's must be of that environment."""
+    found = shutil.which(program)
+    bare = os.path.basename(program) == program
+    if found is None and not bare:
+        raise UsageError(f"there is no interpreter {program!r}; check the path")
+    if found is not None and _prefix(found) == os.path.realpath(sys.prefix):
+        return
+    if bare:
+        notes.append(f"the script runs under {sys.executable}, the interpreter autofit is installed in")
+        return
+    raise UsageError(
+        f"{program} is not the environment that autofit is installed in; install it there: {program} -m pip install hf-autofit"
+    )
+
+
+def _prefix(interpreter: str) -> str | None:
+    try:
+        done = subprocess.run(
+            [interpreter, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True, timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return os.path.realpath(done.stdout.strip())

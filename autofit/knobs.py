@@ -68,6 +68,14 @@ class Space:
             found += [(name, candidate.but({name: value})) for value in options if value != candidate[name]]
         return found
 
+    def train_candidates(self) -> list[Candidate]:
+        """Every combination of the knobs of training, evaluation knobs as the baseline has them."""
+        listed = [self.baseline]
+        for name, options in self.values.items():
+            if KNOBS[name].phase == "train" and name not in _BATCH:
+                listed = [c.but({name: value}) for c in listed for value in options]
+        return [self.with_batch(c, batch) for c in listed for batch in self.batches]
+
     @property
     def size(self) -> int:
         """How many candidates the whole space holds."""
@@ -105,7 +113,7 @@ def make_space(
         values |= {
             "per_device_eval_batch_size": _eval_batches(effective, description.eval_rows),
             "eval_accumulation_steps": (None, 1, 2, 4, 8, 16, 32) if description.has_metrics else (),
-            "logits": description.reductions if description.has_metrics and "logits" in baseline.values else (),
+            "logits": description.reductions if "code" in allow and "logits" in baseline.values else (),
         }
     for name, options in narrowed.items():
         values[name] = _narrow(name, options, values)

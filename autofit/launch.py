@@ -6,9 +6,11 @@ process goes. A child that breaks, hangs or vanishes is a result, never an excep
 than it was asked to is a bug of ours, and raised.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import select
 import socket
 import subprocess
@@ -20,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from autofit import codec
+from autofit.errors import RunDirectoryError
 from autofit.failure import classify_exit
 from autofit.harness import server as server_module
 from autofit.harness.worker import REQUEST_FILE
@@ -34,10 +38,18 @@ DRAIN_SECONDS = 30.0  # for the device to give back what a dead process held
 FOREIGN_CHANGE = 0.02  # of the device: somebody else came or went while a probe ran
 LOG_BYTES = 10 * 2**20  # a probe's log beyond this is cut when the probe has ended
 START_SECONDS = 120.0
+SWEEP_SECONDS = 5.0  # for processes that have been killed to be gone
+MARK = "AUTOFIT_LAUNCHER"  # in the environment of everything below a server, to find what outlives it
+REPLY_FILE = "reply.json"
+CHILD_FILES = (REPLY_FILE, "reply.json.part", "progress.jsonl", "stdout.log", "stderr.log")
 
 
 class MismatchError(RuntimeError):
     """A child ran with other settings than it was asked to: a bug of autofit, never a result."""
+
+
+class ServerDiedError(Exception):
+    """The server is gone; with it the probe that ran, never the search."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,8 @@ class Launcher:
         self._connection: socket.socket | None = None
         self._buffer = b""
         self._trusted = machine.device == "cpu"  # on CUDA only once a forked canary has used the device
+        self._warmed: list[str] = []
+        self._mark = secrets.token_hex(8)
 
     def __enter__(self) -> "Launcher":
         return self
@@ -84,17 +98,18 @@ class Launcher:
 
     def _start_server(self) -> None:
         ours, theirs = socket.socketpair()
-        # The log outlives a server that dies before it can say anything.
         self._server = subprocess.Popen(
             [sys.executable, "-m", "autofit.harness.server", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env=self.environment(),
+            env={**self.environment(), MARK: self._mark},
         )
         theirs.close()
         self._connection, self._buffer = ours, b""
+        if self._warmed:
+            self._import(self._warmed)
 
     def environment(self) -> dict[str, str]:
         """What children see: one GPU, by its UUID, or none."""
@@ -106,8 +121,17 @@ class Launcher:
 
     def warm(self, modules: tuple[str, ...] = server_module.FIRST_IMPORTS) -> None:
         """Have the server import `modules` once for all children that are forked from it."""
-        self._order(do="import", modules=list(modules))
-        told = self._await("import", START_SECONDS)
+        self._ensure_server()
+        self._import(list(modules))
+        self._warmed += [module for module in modules if module not in self._warmed]
+
+    def _import(self, modules: list[str]) -> None:
+        try:
+            self._send(do="import", modules=modules)
+            told = self._await("import", START_SECONDS)
+        except ServerDiedError as error:
+            self.close()
+            raise RuntimeError("the probe server died while it imported; its last words are above") from error
         self.import_seconds += told["seconds"]
         if told["touched"]:
             self._trusted = False
@@ -125,10 +149,26 @@ class Launcher:
         return self._trusted
 
     def _order(self, **order: Any) -> None:
+        """Tell the server; one that has died is replaced by one that has imported the same."""
+        self._ensure_server()
+        try:
+            self._send(**order)
+        except ServerDiedError:  # a moment ago
+            self.close()
+            self._start_server()
+            self._send(**order)
+
+    def _ensure_server(self) -> None:
         if self._server is None or self._server.poll() is not None:
             self.close()
             self._start_server()
-        self._connection.sendall(json.dumps(order).encode() + b"\n")
+
+    def _send(self, **order: Any) -> None:
+        """Tell the server that runs. Raises ServerDiedError."""
+        try:
+            self._connection.sendall(json.dumps(order).encode() + b"\n")
+        except OSError as error:
+            raise ServerDiedError("the probe server has died") from error
 
     def _await(self, what: str, seconds: float) -> dict[str, Any]:
         deadline = time.monotonic() + seconds
@@ -139,17 +179,29 @@ class Launcher:
         raise RuntimeError(f"the probe server did not answer {what!r} within {seconds:.0f} s")
 
     def _hear(self, seconds: float) -> dict[str, Any] | None:
-        """The server's next message, or None after `seconds`. Raises ConnectionError when the server has died."""
+        """The server's next message, or None after `seconds`. Raises ServerDiedError."""
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([self._connection], [], [], seconds)
             if not ready:
                 return None
-            data = self._connection.recv(65536)
+            try:
+                data = self._connection.recv(65536)
+            except OSError:  # reset
+                data = b""
             if not data:
-                raise ConnectionError("the probe server has died")
+                raise ServerDiedError("the probe server has died")
             self._buffer += data
         line, self._buffer = self._buffer.split(b"\n", 1)
         return json.loads(line)
+
+    def _held_bytes(self, pid: int) -> int:
+        """Resident memory of a probe: of the child's tree, and of what has left that tree and come to the server."""
+        server = self._server.pid
+        try:
+            members = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+        except OSError:
+            members = [str(pid)]
+        return sum(tree_bytes(int(member)) for member in members)
 
     def close(self) -> None:
         """End the server and everything below it; waits until they are gone."""
@@ -161,6 +213,8 @@ class Launcher:
             except subprocess.TimeoutExpired:
                 self._server.kill()
                 self._server.wait()
+            if self._server.returncode != 0:  # it had no time to end what was below it
+                _kill_marked(self._mark)
         self._server = self._connection = None
 
     # ---- one probe ----
@@ -176,20 +230,29 @@ class Launcher:
         expected: dict[str, Any] | None = None,
         trusted: bool = False,
     ) -> Ended:
-        """Run one request to its end. `how` is `fork` or `fresh`; a fork that is not safe becomes a fresh start.
+        """Run one request to its end. `how` is `fork` or `fresh`; a fork that is not safe, or one that interpreter
+        `options` are asked for, becomes a fresh start.
 
         `expected` holds the `TrainingArguments` fields that the child must report to have run with.
         """
-        folder = Path(request.folder)
+        folder = Path(request.folder).absolute()  # the child changes its directory
+        files = None if request.files is None else str(Path(request.files).absolute())
+        request = dataclasses.replace(request, folder=str(folder), files=files, requested_at=time.time())
         folder.mkdir(parents=True, exist_ok=True)
-        request = dataclasses.replace(request, requested_at=time.time())
+        for name in CHILD_FILES:
+            (folder / name).unlink(missing_ok=True)
         (folder / REQUEST_FILE).write_bytes(codec.encode(request))
-        how = how if how == "fresh" or self._trusted or trusted else "fresh"
+        if options or not (self._trusted or trusted):
+            how = "fresh"
         began = time.monotonic()
         foreign_before, kills_before = self._foreign(()), oom_kills()
-        self._order(do="start", how=how, folder=str(folder), options=list(options))
         watch = _Watch(self, folder, time_limit, host_budget, began)
-        code, left = watch.until_end()
+        try:
+            self._order(do="start", how=how, folder=str(folder), options=list(options))
+            code, left = watch.until_end()
+        except BaseException:  # Ctrl-C: the child must not outlive its probe, nor its end be taken for the next one's
+            self.close()
+            raise
         foreign = _change(foreign_before, self._foreign(()))
         killed_by_system = None if kills_before is None else (oom_kills() or 0) > kills_before
         reply = self._read_reply(folder) or watch.explain(code, killed_by_system)
@@ -225,10 +288,11 @@ class Launcher:
 
     @staticmethod
     def _read_reply(folder: Path) -> Reply | None:
-        path = folder / "reply.json"
-        if not path.exists():
+        path = folder / REPLY_FILE
+        try:
+            return codec.decode(path.read_bytes(), Reply, path)
+        except (OSError, RunDirectoryError):  # none, or one that the child itself did not write
             return None
-        return codec.decode(path.read_bytes(), Reply, path)
 
 
 class _Watch:
@@ -240,41 +304,45 @@ class _Watch:
         self._launcher, self._folder = launcher, folder
         self._time_limit, self._host_budget, self._began = time_limit, host_budget, began
         self._pid: int | None = None
+        self._asked_where: float | None = None  # when a child that is late was asked where it hangs
         self.host_peak: int | None = None
         self.timed_out = self.over_host_budget = False
 
     def until_end(self) -> tuple[int | None, int]:
         """(exit code, processes left behind). The code is None when the server died with the child."""
-        asked_where = None
         while True:
             try:
                 told = self._launcher._hear(POLL_SECONDS)
-            except ConnectionError:
+                if told is not None and told["did"] == "start":
+                    self._pid = told["pid"]
+                elif told is not None and told["did"] == "end":
+                    self.host_peak = max(self.host_peak or 0, told["max_rss_bytes"])
+                    return told["code"], told["left_behind"]
+                if self._pid is not None:
+                    self._look()
+            except ServerDiedError:
                 self._launcher.close()
                 return None, 0
-            if told is not None and told["did"] == "start":
-                self._pid = told["pid"]
-            elif told is not None and told["did"] == "end":
-                self.host_peak = max(self.host_peak or 0, told["max_rss_bytes"])
-                return told["code"], told["left_behind"]
-            if self._pid is None:
-                continue
-            held = tree_bytes(self._pid)
-            self.host_peak = max(self.host_peak or 0, held)
-            where = last_progress(self._folder)
-            if where is not None:
-                self._launcher._on_progress(Progress(where[0], where[1], time.monotonic() - self._began, held))
-            if self._host_budget is not None and held > self._host_budget and not self.over_host_budget:
-                self.over_host_budget = True
-                self._launcher._order(do="kill")
-            late = time.monotonic() - self._began - self._time_limit
-            if late > 0 and asked_where is None and not self.over_host_budget:
-                self.timed_out = True
-                asked_where = time.monotonic()
-                self._launcher._order(do="where")
-            if asked_where is not None and time.monotonic() - asked_where > WHERE_SECONDS:
-                self._launcher._order(do="kill")
-                asked_where = float("inf")
+
+    def _look(self) -> None:
+        """Measure the child, and end it where it has used up its time or the host's memory."""
+        held = self._launcher._held_bytes(self._pid)
+        self.host_peak = max(self.host_peak or 0, held)
+        _bound_logs(self._folder)
+        where = last_progress(self._folder)
+        if where is not None:
+            self._launcher._on_progress(Progress(where[0], where[1], time.monotonic() - self._began, held))
+        if self._host_budget is not None and held > self._host_budget and not self.over_host_budget:
+            self.over_host_budget = True
+            self._launcher._send(do="kill")
+        late = time.monotonic() - self._began - self._time_limit
+        if late > 0 and self._asked_where is None and not self.over_host_budget:
+            self.timed_out = True
+            self._asked_where = time.monotonic()
+            self._launcher._send(do="where")
+        if self._asked_where is not None and time.monotonic() - self._asked_where > WHERE_SECONDS:
+            self._launcher._send(do="kill")
+            self._asked_where = float("inf")
 
     def explain(self, code: int | None, killed_by_system: bool | None) -> Reply:
         """A reply for a child that left none."""
@@ -329,18 +397,41 @@ def log_tail(folder: Path, size: int = 4000) -> str:
     return ""
 
 
+def _bound_logs(folder: Path) -> None:
+    """Keep what a child writes without end from filling the disk; its end is kept when the child has ended."""
+    for path in (folder / "stdout.log", folder / "stderr.log"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_size > 4 * LOG_BYTES:
+                os.truncate(path, LOG_BYTES // 2)  # the child appends, so it goes on from there
+
+
 def _cut_logs(folder: Path) -> None:
     """Keep the head and the tail of a log that a child has flooded."""
-    for name in ("stdout.log", "stderr.log"):
-        path = folder / name
-        if path.exists() and path.stat().st_size > LOG_BYTES:
-            with open(path, "r+b") as file:
-                head = file.read(LOG_BYTES // 2)
-                file.seek(-LOG_BYTES // 2, os.SEEK_END)
-                tail = file.read()
-                file.seek(0)
-                file.write(head + b"\n[... cut by autofit ...]\n" + tail)
-                file.truncate()
+    for path in (folder / "stdout.log", folder / "stderr.log"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_size > LOG_BYTES:
+                with open(path, "r+b") as file:
+                    head = file.read(LOG_BYTES // 2)
+                    file.seek(-LOG_BYTES // 2, os.SEEK_END)
+                    tail = file.read()
+                    file.seek(0)
+                    file.write(head + b"\n[... cut by autofit ...]\n" + tail)
+                    file.truncate()
+
+
+def _kill_marked(mark: str) -> None:
+    """SIGKILL every process that was started below a server that is dead, and wait until they are gone."""
+    deadline = time.monotonic() + SWEEP_SECONDS
+    while time.monotonic() < deadline:
+        found = False
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found = True
+                    process.kill()
+        if not found:
+            return
+        time.sleep(0.05)
 
 
 def _check_echo(reply: Reply, request: Request, expected: dict[str, Any] | None) -> None:

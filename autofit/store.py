@@ -16,16 +16,21 @@ from typing import Any, TypeVar
 
 from autofit import codec
 from autofit.errors import RunDirectoryError, UsageError
-from autofit.records import Budget, Machine, Measurement, Task, digest
+from autofit.records import Budget, Machine, Measurement, Selection, Task, digest
 
 T = TypeVar("T")
-RUN_FILE, JOURNAL_FILE, LOCK_FILE, STUDY_FILE = "run.json", "journal.jsonl", "lock", "study.db"
+RUN_FILE, JOURNAL_FILE, LOCK_FILE, SELECTION_FILE = "run.json", "journal.jsonl", "lock", "selection.json"
+PROVISIONAL = "provisional"  # files of the best so far, measured but not confirmed; gone when the search has ended
 
 
 def run_name(task: Task, budget: Budget, machine: Machine) -> str:
     """The default folder name: equal for the same task, budget and device, so that the same command resumes."""
-    facts = [codec.to_json_value(task), budget.device_bytes, budget.host_bytes if budget.text else 0, machine.device]
-    return f"{task.name}-{digest(facts)[:8]}"
+    return f"{task.name}-{identity(task, budget, machine)[:8]}"
+
+
+def identity(task: Task, budget: Budget, machine: Machine) -> str:
+    """Equal for commands whose measurements belong in one directory."""
+    return digest([codec.to_json_value(task), budget.device_bytes if budget.text else "default", machine.device])
 
 
 class RunDirectory:
@@ -109,6 +114,11 @@ class RunDirectory:
         self._append("measurement", measurement)
         self.measurements.append(measurement)
 
+    def write_selection(self, selection: Selection) -> None:
+        """Keep the answer; what was provisional goes."""
+        write_atomically(self.path / SELECTION_FILE, codec.encode(selection) + b"\n")
+        shutil.rmtree(self.path / PROVISIONAL, ignore_errors=True)
+
     def write_run(self, run: dict[str, Any]) -> None:
         """Replace `run.json`: facts that were not known when the directory was opened."""
         write_atomically(self.path / RUN_FILE, codec.encode(run) + b"\n")
@@ -162,6 +172,12 @@ def read_run(path: Path) -> tuple[dict[str, Any], list[Measurement]]:
     run = codec.parse((path / RUN_FILE).read_bytes(), path / RUN_FILE)
     directory._read_journal()
     return run, directory.measurements
+
+
+def read_selection(path: Path) -> Selection | None:
+    """The answer of a finished search; None where it has not finished. Raises RunDirectoryError."""
+    file = path / SELECTION_FILE
+    return codec.decode(file.read_bytes(), Selection, file) if file.exists() else None
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -68,14 +68,12 @@ class CpuMeter:
         self.cap = "none"
         self._base_resident = 0
         self._old_limit: tuple[int, int] | None = None
-        self._model: Any = None
 
     def attach(self, budget_bytes: int | None) -> None:
         """Nothing: on the CPU what the workload did before it trains (data, imports) is no device memory."""
 
     def enter_training(self, model: Any, budget_bytes: int | None) -> int | None:
         """Warm up, set the zero point, then the cap. Returns the bytes of the model's weights and buffers."""
-        self._model = model
         _warm_up_cpu()
         weights = tensor_bytes(_state_tensors(model))
         _touch(model)
@@ -128,7 +126,7 @@ class CpuMeter:
         import torch
         from torch.profiler import ProfilerActivity, profile
 
-        alive = tensor_bytes(_state_tensors(self._model)) + tensor_bytes(_optimizer_tensors())
+        alive = tensor_bytes(_watched_tensors())
         peak: int | None = None
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as window:
             yield lambda: peak
@@ -356,35 +354,49 @@ def _state_tensors(model: Any) -> Iterator[Any]:
         yield from model.buffers()
 
 
-_OPTIMIZERS: list[Any] = []
+_WATCHED: list[Any] = []
 
 
-def watch_optimizer(optimizer: Any) -> None:
-    """Count this optimizer's state among what is alive in `live_window`."""
-    _OPTIMIZERS[:] = [optimizer]
+def watch_training(model: Any, optimizer: Any) -> None:
+    """Count these among what is alive in `live_window`. To be told once training has begun: `model_init` makes another."""
+    _WATCHED[:] = [model, optimizer]
 
 
-def _optimizer_tensors() -> Iterator[Any]:
+def _watched_tensors() -> Iterator[Any]:
     import torch
 
-    for optimizer in _OPTIMIZERS:
+    if _WATCHED:
+        model, optimizer = _WATCHED
+        yield from _state_tensors(model)
         for state in optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _warm_up_cpu() -> None:
-    """One small training step and one profiler window, so that thread pools, kernels and hooks are not counted later."""
+    """One small training step and one profiler window, so that thread pools, kernels and hooks are not counted later.
+
+    Everything is made and gone inside the window: torch remembers the size of a block that was allocated in a window and
+    freed outside, and counts it in the next one, when something else is freed at its address.
+    """
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    network = torch.nn.Sequential(
-        torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(64, 4)
-    )
-    optimizer = torch.optim.AdamW(network.parameters())
-    state = torch.get_rng_state()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
+    def train() -> None:
+        network = torch.nn.Sequential(
+            torch.nn.Linear(64, 64),
+            torch.nn.LayerNorm(64),
+            torch.nn.GELU(),
+            torch.nn.Dropout(0.1),
+            torch.nn.Linear(64, 4),
+        )
+        optimizer = torch.optim.AdamW(network.parameters())
         torch.nn.functional.cross_entropy(network(torch.randn(32, 64)), torch.zeros(32, dtype=torch.long)).backward()
         optimizer.step()
+
+    state = torch.get_rng_state()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
+        train()
+        gc.collect()
     torch.set_rng_state(state)
 
 

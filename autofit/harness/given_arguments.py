@@ -6,6 +6,7 @@ then. So the keyword arguments of the constructor are kept, and what was assigne
 
 import dataclasses
 import functools
+import inspect
 import json
 from dataclasses import dataclass, field
 from enum import Enum
@@ -47,8 +48,7 @@ class GivenArguments:
         def construct(instance: Any, *args: Any, **kwargs: Any) -> None:
             outermost = id(instance) not in self._given
             if outermost:
-                names = [f.name for f in dataclasses.fields(instance) if f.init]
-                self._given[id(instance)] = _Given(instance, {**dict(zip(names, args, strict=False)), **kwargs})
+                self._given[id(instance)] = _Given(instance, _named(original, instance, args, kwargs))
             original(instance, *args, **kwargs)
             if outermost:
                 self._given[id(instance)].constructed = dict(vars(instance))
@@ -73,15 +73,32 @@ class GivenArguments:
     def rebuild(self, arguments: Any, overrides: dict[str, Any]) -> None:
         """Set `overrides` in `arguments`, in place, with validation run again.
 
-        In place, so that the script's own variable and the Trainer's stay one object. Raises what the class raises.
+        In place, so that the script's own variable and the Trainer's stay one object. Attributes that are no fields and
+        that the script has added stay. Raises what the class raises.
         """
         keywords = self.keywords(arguments)
         for name in overrides:
             for alias in ALIASES.get(name, ()):
                 keywords.pop(alias, None)
         rebuilt = type(arguments)(**{**keywords, **overrides})
-        vars(arguments).clear()
         vars(arguments).update(vars(rebuilt))
+
+
+def _named(constructor: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names, as the constructor itself would bind them."""
+    signature = inspect.signature(constructor)
+    try:
+        bound = signature.bind_partial(instance, *args, **kwargs).arguments
+    except TypeError:  # the constructor will say so
+        return dict(kwargs)
+    named: dict[str, Any] = {}
+    for name, value in list(bound.items())[1:]:  # without the instance
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            named.update(value)
+        elif kind is not inspect.Parameter.VAR_POSITIONAL:
+            named[name] = value
+    return named
 
 
 def plain_arguments(arguments: Any, keywords: dict[str, Any]) -> dict[str, Any]:

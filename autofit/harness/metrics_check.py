@@ -4,20 +4,16 @@ import math
 from typing import Any
 
 from autofit.harness import rows
+from autofit.harness.phases import pick_evaluation_set
+from autofit.harness.rules import InvalidProbe
 
 CHECK_BATCHES = 2
 
 
-class ChangedMetricsError(Exception):
-    """The reduction changes what the metrics function returns; the probe is invalid."""
-
-    kind = "metrics_changed"
-
-
 def check_same_metrics(trainer: Any, reduction: Any) -> None:
-    """Evaluate a few rows with and without `reduction` and compare. Raises ChangedMetricsError, or what metrics raise."""
-    dataset = trainer.eval_dataset
-    if trainer.compute_metrics is None or not rows.has_rows(dataset) or isinstance(dataset, dict):
+    """Evaluate a few rows with and without `reduction` and compare. Raises InvalidProbe, or what metrics raise."""
+    _, dataset = pick_evaluation_set(trainer, [])
+    if trainer.compute_metrics is None or dataset is None:
         return
     batch = trainer.args.per_device_eval_batch_size
     chosen = rows.subset(dataset, rows.RowPlan(dataset).typical(min(len(dataset), CHECK_BATCHES * batch)))
@@ -31,7 +27,9 @@ def check_same_metrics(trainer: Any, reduction: Any) -> None:
     different = [k for k in full if k not in reduced or not _close(full[k], reduced[k])]
     if different:
         name = different[0]
-        raise ChangedMetricsError(f"{name} is {full[name]} on full logits and {reduced.get(name)} on reduced ones")
+        raise InvalidProbe(
+            "metrics_changed", f"{name} is {full[name]} on full logits and {reduced.get(name)} on reduced ones"
+        )
 
 
 _TIMES = ("_runtime", "_per_second", "_time", "epoch")
@@ -39,5 +37,5 @@ _TIMES = ("_runtime", "_per_second", "_time", "epoch")
 
 def _close(a: Any, b: Any) -> bool:
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
-        return math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6)
+        return math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) or (math.isnan(a) and math.isnan(b))
     return a == b

@@ -15,9 +15,10 @@ from transformers import TrainerCallback
 from transformers.trainer_pt_utils import find_batch_size
 
 from autofit.harness import rows
-from autofit.harness.device_meter import DeviceMeter, watch_optimizer
+from autofit.harness.device_meter import DeviceMeter, watch_training
 from autofit.harness.evaluation import AccumulationLog, project
 from autofit.harness.recorder import Recorder
+from autofit.harness.rules import InvalidProbe
 from autofit.machine import run_delay_seconds
 from autofit.records import EvaluationGrowth, PhaseRecord, Schedule, Speed
 
@@ -34,14 +35,6 @@ MAX_SKIPPED = (
 PLANNED_STEPS = 4000  # bound of a probe; a timed window ends far earlier
 EVAL_STEPS = 4
 MIN_WINDOW_SECONDS = 1.0  # ten steps of a few milliseconds are no measurement
-
-
-class InvalidProbe(Exception):
-    """The run is no training. `kind` is the rule that it breaks."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
 
 
 class Phases(TrainerCallback):
@@ -64,9 +57,10 @@ class Phases(TrainerCallback):
         self._trainer, self._schedule, self._meter, self._recorder = trainer, schedule, meter, recorder
         self._eval_rows_timed = eval_rows
         self._losses: list[torch.Tensor] = []
-        self._rows_now = 0
+        self._rows_now = self._most_rows = 0
+        self._skipped_before = 0  # of the steps whose losses have been looked at
         self._gradient_norm: float | None = None
-        self._watch_gradients = True
+        self._watch_gradients = False
         self._first_prediction_peak: int | None = None
         self._command = STEP
         self._step_began = 0.0
@@ -84,12 +78,16 @@ class Phases(TrainerCallback):
         trainer = self._trainer
         self._accumulated.install(transformers.trainer)
         self._prepare_training_rows()
-        self._eval_set = _pick_evaluation_set(trainer, self.notes)
+        self._eval_name, self._eval_set = pick_evaluation_set(trainer, self.notes)
         trainer.add_callback(self)
         self._wrap("training_step", self._training_step)
         self._wrap("_maybe_log_save_evaluate", self._log_save_evaluate)
         if trainer.compute_metrics is not None:
             self._wrap("compute_metrics", self._metrics)
+        # The best metric may be that of a set that is not evaluated here, and nothing is chosen by it.
+        trainer._determine_best_metric = lambda *args, **kwargs: False
+        backward = trainer.accelerator.backward
+        trainer.accelerator.backward = lambda *args, **kwargs: self._backward(backward, *args, **kwargs)
 
     def _wrap(self, name: str, around: Any) -> None:
         original = getattr(self._trainer, name)
@@ -125,6 +123,11 @@ class Phases(TrainerCallback):
         self._losses.append(loss.detach())
         return loss
 
+    def _backward(self, original: Any, *args: Any, **kwargs: Any) -> None:
+        self._recorder.phase = "backward"
+        original(*args, **kwargs)
+        self._recorder.phase = self._phase
+
     def _metrics(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         self._recorder.at("metrics", self.steps)
         result = original(*args, **kwargs)
@@ -140,10 +143,8 @@ class Phases(TrainerCallback):
                 original(*args, **kwargs)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        now = time.time()
         if self.first_step_seconds is None:
-            self.first_step_seconds = now - self._recorder.requested_at
-            watch_optimizer(self._trainer.optimizer)
+            watch_training(self._trainer.model, self._trainer.optimizer)
         self._step_began = time.perf_counter()
         self._rows_now = 0
         self._recorder.at(self._phase, self.steps + 1)
@@ -157,6 +158,10 @@ class Phases(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         self.measured_seconds += time.perf_counter() - self._step_began
+        self._recorder.phase = self._phase
+        if self.first_step_seconds is None:
+            self._meter.synchronize()
+            self.first_step_seconds = time.time() - self._recorder.requested_at
         if self._trainer.accelerator.optimizer_step_was_skipped:
             self.skipped += 1
             if self.skipped > MAX_SKIPPED:
@@ -164,6 +169,7 @@ class Phases(TrainerCallback):
         else:
             self.steps += 1
         self.rows_per_step = self._rows_now or None
+        self._most_rows = max(self._most_rows, self._rows_now)
         control.should_evaluate = control.should_save = control.should_training_stop = False
         if self._command != STOP:
             self._advance()
@@ -243,16 +249,15 @@ class Phases(TrainerCallback):
 
     def _health_step(self) -> Iterator[str]:
         """One untimed step in which live bytes, gradients and finiteness are read. Returns the live bytes' peak."""
+        self._watch_gradients = True
         with self._meter.live_window() as live_bytes:
             yield STEP
-        expected = self._trainer.args.train_batch_size * self._trainer.args.gradient_accumulation_steps
-        if self.rows_per_step is not None and self.rows_per_step != expected and self._sampler is not None:
-            raise InvalidProbe("wrong_batch", f"an optimizer step took {self.rows_per_step} rows instead of {expected}")
+        self._watch_gradients = False
+        self._check_batch()
         if self._gradient_norm == 0.0:
             raise InvalidProbe("no_gradient", "no gradient reaches a trainable parameter")
         self._check_losses()
         self._check_parameters()
-        self._watch_gradients = False
         return live_bytes()
 
     def _timed_windows(self) -> Iterator[str]:
@@ -324,8 +329,8 @@ class Phases(TrainerCallback):
     def _evaluation(self, dataset: Any) -> Iterator[str]:
         trainer = self._trainer
         whole = trainer.eval_dataset
-        trainer.eval_dataset = dataset
-        getattr(trainer, "_eval_dataloaders", {}).pop("eval", None)
+        trainer.eval_dataset = dataset if self._eval_name is None else {self._eval_name: dataset}
+        getattr(trainer, "_eval_dataloaders", {}).clear()  # kept where workers persist
         began = time.perf_counter()
         yield EVALUATE
         self.measured_seconds += time.perf_counter() - began
@@ -333,15 +338,33 @@ class Phases(TrainerCallback):
 
     # ---- what makes a run no training ----
 
+    def _check_batch(self) -> None:
+        """Hold the rows that reached the model against those that were asked for.
+
+        Collators that lay a batch out as one row (packing without padding) or a row out as two (pairs) are let be: the
+        harness's own sampler has given them the right number.
+        """
+        asked = self._trainer.args.train_batch_size * self._trainer.args.gradient_accumulation_steps
+        took = self._most_rows  # a script's own loader may end in a smaller batch
+        if self._sampler is not None:
+            in_one_row = took == self._trainer.args.gradient_accumulation_steps
+            wrong = 0 < took < asked and not in_one_row
+        else:
+            wrong = took not in (0, asked)
+        if wrong:
+            raise InvalidProbe("wrong_batch", f"an optimizer step took {took} rows instead of {asked}")
+
     def _check_losses(self) -> None:
+        if not self._losses:
+            return
         finite = torch.isfinite(torch.stack([loss.float().reshape(()) for loss in self._losses]))
         bad = int((~finite).sum())
-        if bad and bad > self.skipped * self._trainer.args.gradient_accumulation_steps:
+        skipped, self._skipped_before = self.skipped - self._skipped_before, self.skipped
+        if bad > skipped * self._trainer.args.gradient_accumulation_steps:
             raise InvalidProbe(
                 "nonfinite_loss", f"{bad} of {len(self._losses)} micro-batches had a loss that is no number"
             )
         self._losses.clear()
-        self._losses.append(torch.zeros(()))
 
     def _check_parameters(self) -> None:
         for name, parameter in self._trainer.model.named_parameters():
@@ -351,22 +374,25 @@ class Phases(TrainerCallback):
                 )
 
 
-def _pick_evaluation_set(trainer: Any, notes: list[str]) -> Any:
-    """The evaluation set whose rows can be asked for: the one with the most rows of several; None when there is none."""
-    dataset = trainer.eval_dataset
+def pick_evaluation_set(trainer: Any, notes: list[str]) -> tuple[str | None, Any]:
+    """The evaluation set, its rows to be asked for by index; of several the one with the most rows, and its name.
+
+    None where there is none, or no rows in it. What was chosen or cut is said in `notes`.
+    """
+    name, dataset = None, trainer.eval_dataset
     if isinstance(dataset, dict):
         if not dataset:
-            return None
+            return None, None
         sized = {name: len(d) if hasattr(d, "__len__") else 0 for name, d in dataset.items()}
         name = max(sized, key=sized.__getitem__)
         notes.append(f"evaluation: {name}, the largest of {len(dataset)} sets")
         dataset = dataset[name]
-    if dataset is None or rows.has_rows(dataset):
-        return dataset if dataset is None or len(dataset) else None
-    batch = trainer.args.eval_batch_size
-    kept = rows.buffered(dataset, max(rows.SAMPLE_ROWS // 4, EVAL_STEPS * batch))
-    notes.append(f"evaluation: the first {len(kept)} rows of an iterable data set; the projection covers only these")
-    return kept
+    if dataset is not None and not rows.has_rows(dataset):
+        dataset = rows.buffered(dataset, max(rows.SAMPLE_ROWS // 4, EVAL_STEPS * trainer.args.eval_batch_size))
+        notes.append(
+            f"evaluation: the first {len(dataset)} rows of an iterable data set; the projection covers only these"
+        )
+    return name, dataset if dataset is not None and len(dataset) else None
 
 
 def _overrides(trainer: Any, method: str) -> bool:

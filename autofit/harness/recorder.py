@@ -5,12 +5,17 @@ The progress file is what the parent knows of a child that dies without a reply:
 
 import json
 import os
+import sys
 import time
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from autofit import codec
 from autofit.records import Reply
+
+EXIT_REPLIED = 0
+EXIT_NO_REPLY = 74  # EX_IOERR: the reply could not be written
 
 
 class Recorder:
@@ -41,3 +46,21 @@ class Recorder:
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, target)
+
+    def finish(self, reply: Reply) -> NoReturn:
+        """Write the reply and end the process at once, whatever happens: nothing of the script may run after it."""
+        code = EXIT_REPLIED
+        try:
+            self.at("reply")
+            self.reply(reply)
+        except BaseException:  # noqa: BLE001 - printed, and the process ends
+            code = EXIT_NO_REPLY
+            print("autofit: the reply could not be written", file=sys.stderr)
+            traceback.print_exc()
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                try:
+                    stream.flush()
+                except (OSError, ValueError, AttributeError):  # the script has closed or replaced it
+                    continue
+            os._exit(code)

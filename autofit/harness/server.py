@@ -17,8 +17,10 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from typing import Any
 
+EXIT_BROKEN = 70  # EX_SOFTWARE: a child that could not even begin
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 # Imported before the first fork; a described workload adds what it imported itself.
@@ -38,11 +40,12 @@ class Server:
         self._child: int | None = None
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
+        self._selector = selectors.DefaultSelector()
 
     def serve(self) -> None:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_write)
-        selector = selectors.DefaultSelector()
+        selector = self._selector
         selector.register(self._connection, selectors.EVENT_READ)
         selector.register(self._wake_read, selectors.EVENT_READ)
         buffer = b""
@@ -81,20 +84,27 @@ class Server:
             self._kill_descendants()
 
     def _fork(self, folder: str) -> int:
+        server = os.getpid()
         pid = os.fork()
         if pid:
             return pid
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setsid()
-        die_with_parent()
-        self._connection.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
-        redirect_output(folder)
-        from autofit.harness import worker
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            die_with(server)
+            self._selector.close()
+            self._connection.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            redirect_output(folder)
+            from autofit.harness import worker
 
-        worker.run(folder)
+            worker.run(folder)
+        except BaseException:  # noqa: BLE001 - printed, and the process ends
+            traceback.print_exc()
+        finally:  # whatever happens, this process must not go on as a second server
+            os._exit(EXIT_BROKEN)
 
     def _spawn(self, order: dict[str, Any]) -> int:
         folder = order["folder"]
@@ -103,7 +113,15 @@ class Server:
             open(os.path.join(folder, "stderr.log"), "ab") as err,
         ):
             process = subprocess.Popen(
-                [sys.executable, *order["options"], "-m", "autofit.harness.server", "--worker", folder],
+                [
+                    sys.executable,
+                    *order["options"],
+                    "-m",
+                    "autofit.harness.server",
+                    "--worker",
+                    folder,
+                    str(os.getpid()),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -131,7 +149,7 @@ class Server:
 
         killed: set[int] = set()
         for _ in range(50):  # a dying process may have just forked
-            alive = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+            alive = [p for p in psutil.Process().children(recursive=True) if not _is_dead(p)]
             if not alive:
                 break
             for process in alive:
@@ -142,6 +160,15 @@ class Server:
         return len(killed - {self._child})
 
 
+def _is_dead(process: Any) -> bool:
+    import psutil
+
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def import_all(modules: list[str]) -> list[str]:
     """Import what can be imported; returns the names that could not."""
     failed = []
@@ -150,7 +177,7 @@ def import_all(modules: list[str]) -> list[str]:
             continue
         try:
             importlib.import_module(name)
-        except Exception:  # noqa: BLE001 - an optional part of a library; the child will meet it where it matters
+        except Exception:
             if name.startswith("autofit."):
                 raise
             failed.append(name)
@@ -173,11 +200,10 @@ def redirect_output(folder: str) -> None:
     os.close(nothing)
 
 
-def die_with_parent() -> None:
+def die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent dies (Linux); the server's own death must leave no probe."""
-    parent = os.getppid()
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it died before that
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -188,7 +214,7 @@ def prctl(option: int, value: int) -> None:
 
 def main(argv: list[str]) -> None:
     if argv[1] == "--worker":
-        die_with_parent()
+        die_with(int(argv[3]))
         from autofit.harness import worker
 
         worker.run(argv[2])
@@ -196,6 +222,7 @@ def main(argv: list[str]) -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     # Ctrl-C reaches the parent, which decides; this session has no terminal.
     Server(connection).serve()
+    os._exit(0)  # tearing down torch takes a second in which the parent would wait
 
 
 if __name__ == "__main__":

@@ -22,15 +22,25 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
 class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
         self._name, self._action = name, action
+        self._searching = False
 
-    def find_spec(self, fullname, path=None, target=None):  # noqa: ANN001, ANN201 - the protocol of importlib
-        if fullname != self._name:
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname != self._name or self._searching:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._searching = True  # the others find it
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._searching = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._action)
+            spec.loader = _Loader(spec.loader, self._imported)
         return spec
+
+    def _imported(self, module: ModuleType) -> None:
+        """Not earlier: a script may only ask whether there is a module, or fail in importing it and try again."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self._action(module)
 
 
 class _Loader(importlib.abc.Loader):
@@ -44,5 +54,5 @@ class _Loader(importlib.abc.Loader):
         self._loader.exec_module(module)
         self._action(module)
 
-    def __getattr__(self, name: str):  # noqa: ANN204 - resource readers ask the real loader
+    def __getattr__(self, name: str):
         return getattr(self._loader, name)

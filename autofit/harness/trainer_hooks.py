@@ -4,10 +4,10 @@ The script goes on by itself up to its own call of `train()`; what comes after i
 before the script has imported transformers, and a Trainer's own behaviour (its loop, loss, collator) is left alone.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
-import os
 import runpy
 import sys
 import traceback
@@ -18,15 +18,13 @@ from autofit.failure import classify_exception, exception_chain
 from autofit.harness.device_meter import BudgetBelowWeightsError, DeviceMeter
 from autofit.harness.given_arguments import GivenArguments, json_value, plain_arguments
 from autofit.harness.recorder import Recorder
+from autofit.harness.rules import InvalidProbe
 from autofit.harness.take_hold import when_imported
 from autofit.harness.workload_facts import describe
 from autofit.logits import REDUCTIONS
 from autofit.machine import run_delay_seconds
 from autofit.records import Failure, Outcome, Reply, Request
 from autofit.trainer_args import installed_name, probe_overrides
-
-EXIT_REPLIED = 0
-EXIT_NO_REPLY = 74  # EX_IOERR: the reply could not be written
 
 
 class Harness:
@@ -36,7 +34,8 @@ class Harness:
         self._request, self._meter, self._recorder = request, meter, recorder
         self._given = GivenArguments()
         self._attached = False
-        self._applied: list[Any] = []
+        self._applied: list[tuple[Any, dict[str, Any]]] = []  # object, the candidate's fields as it resolved them
+        self._own_optimizer = False
         self._user_arguments: dict[str, Any] = {}
         self._user_resolved: dict[str, Any] = {}
         self._phases: Any = None
@@ -62,6 +61,7 @@ class Harness:
                 args = module.TrainingArguments(output_dir=harness._request.folder)
             harness._apply(args)
             original_init(trainer, model, args, *rest, **kwargs)
+            harness._own_optimizer = trainer.optimizer is not None
 
         @functools.wraps(original_train)
         def train(trainer: Any, *args: Any, **kwargs: Any) -> NoReturn:
@@ -79,9 +79,8 @@ class Harness:
 
     def _apply(self, arguments: Any) -> None:
         """Set the candidate's fields, and those that keep a probe from writing or reporting anything, once per object."""
-        if any(arguments is applied for applied in self._applied):
+        if any(arguments is applied for applied, _ in self._applied):
             return
-        self._applied.append(arguments)
         try:
             self._user_arguments = plain_arguments(arguments, self._given.keywords(arguments))
             self._user_resolved = {
@@ -96,7 +95,13 @@ class Harness:
             )
             if self._request.device == "cpu":
                 overrides[installed_name("use_cpu", fields)] = True
+            for name in ("metric_for_best_model", "greater_is_better"):
+                # Derived from `load_best_model_at_end`, which a probe turns off; early stopping insists on them.
+                if self._user_resolved.get(name) is not None:
+                    overrides.setdefault(name, self._user_resolved[name])
             self._given.rebuild(arguments, overrides)
+            resolved = {name: json_value(getattr(arguments, name)) for name in self._candidate_arguments()}
+            self._applied.append((arguments, resolved))
             if not self._attached:
                 self._attached = True
                 self._meter.attach(self._request.budget_bytes)
@@ -118,6 +123,7 @@ class Harness:
             delay_before = run_delay_seconds()
             from autofit.harness.phases import Phases
 
+            self._check_applied(trainer)
             self._apply_to_model(trainer)
             self._apply_logits(trainer)
             self._recorder.at("load")
@@ -126,14 +132,31 @@ class Harness:
             )
             if trainer.args.n_gpu > 1:
                 raise RuntimeError("dataparallel_detected: the probe sees several GPUs; autofit shows it one")
+            self._phases.attach()  # reads rows, which is no memory of the training
             self._meter.enter_training(trainer.model, self._request.budget_bytes)
-            self._phases.attach()
             train()
             self._meter.release()
             delay = _difference(delay_before, run_delay_seconds())
             self._finish(self._reply(Outcome.FITS, trainer=trainer, delay_seconds=delay))
-        except Exception as error:  # noqa: BLE001 - a failed probe is data
+        except BaseException as error:  # noqa: BLE001 - a failed probe is data, and the script must not catch it
             self.fail(error, trainer)
+
+    def _check_applied(self, trainer: Any) -> None:
+        """Refuse to measure where the script undoes the candidate by itself. Raises InvalidProbe."""
+        resolved = next((values for applied, values in self._applied if applied is trainer.args), None)
+        if resolved is None:
+            raise InvalidProbe("not_applied", "the script gives its Trainer other arguments after it was made")
+        for name, value in resolved.items():
+            now = json_value(getattr(trainer.args, name))
+            if now != value:
+                raise InvalidProbe("not_applied", f"the script sets {name}={now!r} itself after its Trainer was made")
+        name = installed_name("activation_checkpointing", resolved)
+        if name is not None and not resolved[name] and checkpoints_activations(trainer.model):
+            raise InvalidProbe("not_applied", "the script turns activation checkpointing on itself")
+        if self._own_optimizer and resolved.get("optim") != self._user_resolved["optim"] and "optim" in resolved:
+            raise InvalidProbe(
+                "not_applied", f"the script makes its own optimizer, so that {resolved['optim']} has no effect"
+            )
 
     def _apply_to_model(self, trainer: Any) -> None:
         wanted = self._model_kwargs().get("attn_implementation")
@@ -172,6 +195,9 @@ class Harness:
             trainer.preprocess_logits_for_metrics = reduction
 
     def _describe(self, trainer: Any) -> Any:
+        name = installed_name("activation_checkpointing", self._user_resolved)
+        if name is not None and checkpoints_activations(trainer.model):
+            self._user_resolved[name] = True
         return describe(trainer, self._user_arguments, self._user_resolved, self._request)
 
     # ---- the reply ----
@@ -221,39 +247,37 @@ class Harness:
         free_share = None if isinstance(error, BudgetBelowWeightsError) else _quietly_free_share(self._meter)
         self._meter.release()
         phase, step = self._recorder.phase, self._recorder.step
-        kind = getattr(error, "kind", None)
         if isinstance(error, BudgetBelowWeightsError):
             outcome, kind = Outcome.DEVICE_OOM, "weights_above_budget"
-        elif kind is not None:
-            outcome = Outcome.INVALID
+        elif isinstance(error, InvalidProbe):
+            outcome, kind = Outcome.INVALID, error.kind
         else:
             kind = type(error).__name__
             verdict = classify_exception(
-                exception_chain(error),
-                device=self._request.device,
-                free_share=free_share,
-                capped=self._meter.cap == "enforced",
+                _chain(error), device=self._request.device, free_share=free_share, capped=self._meter.cap == "enforced"
             )
             outcome = verdict.outcome
         text = "".join(traceback.format_exception(error))
-        print(text, file=sys.stderr, flush=True)
-        message = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        with contextlib.suppress(OSError, ValueError):  # the script has closed it, or it does not take every character
+            print(text, file=sys.stderr, flush=True)
+        message = next((line for line in _chain(error)[0][1].splitlines() if line.strip()), kind)
         failure = Failure(phase, step, kind, message[:500], text[-20_000:])
-        self._finish(self._reply(outcome, trainer=trainer, failure=failure))
+        try:
+            reply = self._reply(outcome, trainer=trainer, failure=failure)
+        except Exception:  # noqa: BLE001 - the failure is worth more than what was measured before it
+            traceback.print_exc()
+            reply = Reply(outcome, failure=failure, cap=self._meter.cap)
+        self._finish(reply)
 
     def _finish(self, reply: Reply) -> NoReturn:
-        """Write the reply and end the process at once: nothing of the script after `train()` may run."""
+        """Lift the cap, so that the reply can be written, and end the process."""
         self._meter.release()
-        code = EXIT_REPLIED
-        try:
-            self._recorder.at("reply")
-            self._recorder.reply(reply)
-        except OSError as error:
-            print(f"autofit: the reply could not be written: {error}", file=sys.stderr)
-            code = EXIT_NO_REPLY
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        self._recorder.finish(reply)
+
+
+def checkpoints_activations(model: Any) -> bool:
+    """Whether any part of the model recomputes its activations now."""
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
 
 
 def set_attention(model: Any, implementation: str) -> None:
@@ -272,3 +296,10 @@ def _quietly_free_share(meter: DeviceMeter) -> float | None:
 
 def _difference(before: float | None, after: float | None) -> float | None:
     return None if before is None or after is None else after - before
+
+
+def _chain(error: BaseException) -> tuple[tuple[str, str], ...]:
+    try:
+        return exception_chain(error)
+    except Exception:  # noqa: BLE001 - an exception of the script whose text cannot be made
+        return ((type(error).__name__, ""),)

@@ -22,14 +22,6 @@ from autofit.records import Failure, Outcome, Reply, Request, ScriptTask
 REQUEST_FILE = "request.json"
 
 
-class NoTrainingError(Exception):
-    """The workload ended without calling `Trainer.train()`."""
-
-    def __init__(self, message: str, kind: str) -> None:
-        super().__init__(message)
-        self.no_training_kind = kind
-
-
 def run(folder: str) -> NoReturn:
     """Serve the request in `folder`, then end the process. Never returns."""
     faulthandler.enable()
@@ -96,10 +88,7 @@ def _ended(harness: Harness, recorder: Recorder, message: str, text: str) -> NoR
     if not harness.trainer_seen:
         message += " and without making a Trainer"
     failure = Failure(recorder.phase, None, kind, message, text)
-    recorder.reply(Reply(Outcome.CRASHED, failure=failure))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    recorder.finish(Reply(Outcome.CRASHED, failure=failure))
 
 
 def main(argv: list[str]) -> Any:

@@ -4,9 +4,7 @@ from autofit.records import Budget, Description, Measurement, Task
 from autofit.units import format_bytes
 
 
-def nothing_fits(
-    history: list[Measurement], budget: Budget, description: Description, task: Task, seq_len: int | None
-) -> str:
+def nothing_fits(history: list[Measurement], budget: Budget, description: Description, task: Task) -> str:
     """One message: the smallest peak seen, the gap to the budget, and remedies, the most effective first."""
     peaks = [(m.peak_bytes, m.probe) for m in history if m.ran and m.peak_bytes is not None]
     limit = format_bytes(budget.device_bytes, budget.unit)
@@ -19,12 +17,10 @@ def nothing_fits(
     else:
         seen = f"every candidate ran out of memory under the budget of {limit}"
     lines = [f"nothing fits: {seen}; no file was written. What would help, most effective first:"]
-    return "\n".join([*lines, *(f"  {text}" for text in remedies(history, budget, description, task, seq_len))])
+    return "\n".join([*lines, *(f"  {text}" for text in remedies(history, budget, description, task))])
 
 
-def remedies(
-    history: list[Measurement], budget: Budget, description: Description, task: Task, seq_len: int | None
-) -> list[str]:
+def remedies(history: list[Measurement], budget: Budget, description: Description, task: Task) -> list[str]:
     """Ways out with the command that tries each. Savings are by formula: Adam keeps three copies of what is trained."""
     found: list[tuple[int, str]] = []
     moments = 3 * description.trainable_bytes

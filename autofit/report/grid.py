@@ -3,7 +3,7 @@
 No number is ever cut or wrapped: a table in a narrow terminal gets more lines, not less information.
 """
 
-import textwrap
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from rich.cells import cell_len
 
 GAP = 2
 INDENT = "    "
+_QUANTITY = re.compile(r"(?<=\d) (?=(?:[KMGT]i?B|B|s|min|h|samples/s|rows/s)\b)")
 
 
 @dataclass(frozen=True)
@@ -47,25 +48,37 @@ def lay_out(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int
     return lines
 
 
-def fold_parts(parts: Sequence[str], width: int, indent: str = INDENT, first: str = "", between: str = " · ") -> list[str]:
+def fold_parts(
+    parts: Sequence[str], width: int, indent: str = INDENT, first: str = "", between: str = " · "
+) -> list[str]:
     """`parts` joined into lines no wider than `width`, broken between parts, and inside a part only between words."""
     lines: list[str] = []
     line = first
     for number, part in enumerate(parts):
-        joined = part if number == 0 else f"{line}{between}{part}"
-        joined = f"{first}{part}" if number == 0 else joined
+        joined = f"{line}{between}{part}" if number else f"{first}{part}"
         if cell_len(joined) <= width:
             line = joined
             continue
-        if number > 0:
+        if number:
             lines.append(line)
-        lead = first if number == 0 else indent
-        *whole, line = textwrap.wrap(
-            part, max(width, len(indent) + 1), initial_indent=lead, subsequent_indent=indent, break_long_words=False,
-            break_on_hyphens=False,
-        ) or [lead]
+        *whole, line = _wrap(part, width, indent, indent if number else first)
         lines += whole
     return [*lines, line] if parts else []
+
+
+def _wrap(text: str, width: int, indent: str, first: str) -> list[str]:
+    """Lines broken between words; a number stays with its unit, and a word that is too long is a line of its own."""
+    lines: list[str] = []
+    line, empty = first, True
+    for word in _QUANTITY.sub("\0", text).split(" "):
+        word = word.replace("\0", " ")
+        if empty or cell_len(line) + 1 + cell_len(word) <= width:
+            line += word if empty else f" {word}"
+        else:
+            lines.append(line)
+            line = indent + word
+        empty = False
+    return [*lines, line]
 
 
 def _total(widths: dict[int, int], kept: Sequence[int]) -> int:

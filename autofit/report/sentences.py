@@ -6,6 +6,7 @@ settings that do not fit. Pure: sentences are returned, and drawn elsewhere.
 
 from collections.abc import Iterable, Sequence
 
+from autofit.emission import ARGUMENTS_FILE, SNIPPET_FILE
 from autofit.knobs import KNOBS, needs_code
 from autofit.records import Budget, Candidate, Choice, Measurement, Outcome, Selection
 from autofit.report.labels import change_text, gain_text, phase_text, plain, rate_text, spread_text
@@ -15,7 +16,6 @@ from autofit.trainer_args import installed_name
 from autofit.units import format_bytes
 
 DIFFERENCE_LINES = 4
-ARGUMENTS_FILE = "training_args.json"
 
 
 def answer(selection: Selection, measurements: Iterable[Measurement], budget: Budget) -> list[str]:
@@ -63,7 +63,7 @@ def next_command(best: str | None, with_code: str | None) -> list[str]:
         if folder is None:
             continue
         path = f"{folder}/{ARGUMENTS_FILE}"
-        lines.append(plain(path) if folder == best else f"{plain(folder)}: needs the snippet that lies there beside")
+        lines.append(plain(path) if folder == best else f"{plain(path)}, completed by {SNIPPET_FILE} beside it")
         if not best or folder == best:
             lines.append(f"  args, = HfArgumentParser(TrainingArguments).parse_json_file({path!r})")
             lines.append(f"  args = TrainingArguments(**json.load(open({path!r})))")

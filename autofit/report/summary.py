@@ -174,6 +174,9 @@ def _failure_row(m: Measurement, budget: Budget, folder: str) -> FailureRow:
         sign = "~" if is_projected(m) and m.peak_bytes == m.eval_bytes else ""
         held, allowed = format_bytes(m.peak_bytes, budget.unit), format_bytes(budget.device_bytes, budget.unit)
         message = f"peak {sign}{held} of {allowed}"
+    elif m.failure is not None and m.failure.kind == "host_growth" and m.growth is not None:
+        more = format_bytes(m.growth.projected_host_bytes, budget.unit)
+        message = f"evaluation of all {m.growth.rows_total} rows takes ~{more} more of host memory"
     if len(message) > MESSAGE_CHARACTERS:
         message = message[: MESSAGE_CHARACTERS - 1] + "…"
     phase = plain(m.failure.phase) if m.failure else UNKNOWN

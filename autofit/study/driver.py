@@ -4,13 +4,14 @@ It asks the plan, has the candidate measured, writes the journal, tells the mirr
 does not show, so a search that was killed goes on where it stopped.
 """
 
+import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from autofit.emission import write_files
 from autofit.knobs import Space, needs_code
 from autofit.launch import Ended, Launcher
 from autofit.prediction import Predictor
@@ -28,10 +29,10 @@ from autofit.records import (
     Task,
 )
 from autofit.selection import Scored, decided, leaders, score, window_rates, winner
-from autofit.store import RunDirectory
+from autofit.store import PROVISIONAL, RunDirectory
 from autofit.study.listener import Listener
 from autofit.study.mirror import Mirror
-from autofit.study.plan import EvaluatePlan, TrainPlan
+from autofit.study.planner import EvaluatePlan, TrainPlan
 from autofit.trainer_args import arguments_of
 
 DELAY_SHARE = 0.05  # of wall time that threads waited for a processor; above it a timed window is contaminated
@@ -39,7 +40,6 @@ MOST_REPEATS = 4  # of contaminated probes in one search: on a machine that is n
 FIRST_LIMIT_SECONDS = 1800.0  # for the baseline, of which nothing is known
 LIMIT_FACTOR, LEAST_LIMIT_SECONDS = 6.0, 120.0  # a candidate this much slower than the baseline's probe cannot win
 CONFIRM_RUNS = 2  # of the winner and of the baseline each, in turn
-MOST_FALLBACKS = 3  # winners that may fail their confirmation before the search gives up
 RACE_ROUNDS = 2
 
 
@@ -77,13 +77,13 @@ class Search:
         listener: Listener,
     ) -> None:
         self._task, self._machine, self._budget = task, machine, budget
-        self._description, self._space = description, space
+        self._description, self.space = description, space
         self._directory, self._launcher, self._limits, self._listener = directory, launcher, limits, listener
         self._began = time.monotonic()
         self._predictor = Predictor(description, machine.device)
         self._mirror = Mirror(directory.path / "study.db", space, self.history(), budget, listener.said)
         self._repeats = 0
-        self._said: set[str] = set()
+        self._said_limit = False
         for m in self.history():
             self._predictor.learn(m)
         largest_eval = max((int(b) for b in space.values.get("per_device_eval_batch_size", (0,))), default=0)
@@ -103,9 +103,15 @@ class Search:
     def close(self) -> None:
         self._mirror.close()
 
-    def out_of_time(self) -> str | None:
-        """Why the search stops before its plan ends; None while it may go on. The confirmation's probes are kept back."""
-        if len(self.history()) >= self._limits.max_probes - 2 * CONFIRM_RUNS:
+    def say(self, text: str) -> None:
+        self._listener.said(text)
+
+    def out_of_time(self, also_kept: int = 0) -> str | None:
+        """Why the search stops before its plan ends; None while it may go on.
+
+        The confirmation's probes are kept back, and `also_kept` of the stages that are still to come.
+        """
+        if len(self.history()) >= self._limits.max_probes - 2 * CONFIRM_RUNS - also_kept:
             return f"--max-probes {self._limits.max_probes} is reached, the confirmation's {2 * CONFIRM_RUNS} kept back"
         if self._limits.max_seconds is not None:
             used = time.monotonic() - self._began
@@ -132,14 +138,12 @@ class Search:
 
     def run_train(self, in_code: bool) -> Candidate | None:
         """Probe training candidates until the plan ends or the limits do. Returns the best that fits."""
-        plan = TrainPlan(self._space, self._predictor, self._description, self._budget)
+        plan = TrainPlan(self.space, self._predictor, self._description, self._budget)
         while True:
             step = plan.next(self.history(), in_code)
             if step is None:
                 break
-            stop = self.out_of_time()
-            if stop is not None and step.purpose != "baseline":
-                self._say_once(stop)
+            if step.purpose != "baseline" and self._stopped(also_kept=1 if self._description.eval_rows else 0):
                 break
             timed = step.purpose == "baseline"
             self.measure(step.candidate, step.purpose, step.why, evaluate=timed)
@@ -149,30 +153,28 @@ class Search:
         """Probe evaluation candidates on top of `chosen`. Returns the best that fits; None when none does."""
         if not self._description.eval_rows:
             return chosen
-        plan = EvaluatePlan(self._space, chosen, self._budget, self._machine.device)
+        plan = EvaluatePlan(self.space, chosen, self._budget, self._machine.device)
         while True:
             step = plan.next(self.history(), in_code)
             if step is None:
                 break
-            stop = self.out_of_time()
-            if stop is not None and plan.best(in_code) is not None:
-                self._say_once(stop)
+            if plan.best(in_code) is not None and self._stopped():
                 break
             self.measure(step.candidate, step.purpose, step.why, train=False)
         return plan.best(in_code)
 
     def race(self, in_code: bool) -> Candidate | None:
         """Measure the leaders again in turn until their order is settled. Returns the winner of training."""
-        for _ in range(RACE_ROUNDS):
+        while True:
             close = leaders(self._scored(in_code), self._limits.min_gain)
-            if len(close) < 2 or all(decided(close[0], other, self._limits.min_gain) for other in close[1:]):
+            undecided = [other for other in close[1:] if not decided(close[0], other, self._limits.min_gain)]
+            raced = [m.candidate for m in self.history() if m.purpose == "race"]
+            contenders = [s.candidate for s in (*close[:1], *undecided) if raced.count(s.candidate) < RACE_ROUNDS]
+            kept = len(contenders) - 1 + (1 if self._description.eval_rows else 0)
+            if not undecided or not contenders or self._stopped(also_kept=kept):
                 break
-            for contender in close:
-                stop = self.out_of_time()
-                if stop is not None:
-                    self._say_once(stop)
-                    break
-                self.measure(contender.candidate, "race", "nearly as fast as the best", evaluate=False)
+            for contender in contenders:
+                self.measure(contender, "race", "nearly as fast as the best", evaluate=False)
         best = winner(self._scored(in_code), self._limits.min_gain)
         return best.candidate if best else None
 
@@ -183,7 +185,7 @@ class Search:
         return [] if first is None else [first, *(s for s in scored if s.candidate != first.candidate)]
 
     def _scored(self, in_code: bool) -> list[Scored]:
-        baseline = self._space.baseline
+        baseline = self.space.baseline
         kept = []
         for m in self.history():
             if m.train_speed is None or m.purpose.startswith("confirm"):
@@ -196,40 +198,24 @@ class Search:
                 kept.append(m)
         return score(kept, "train")
 
-    def confirm(self, candidate: Candidate, folder: Path, emit: Callable[[Path], None]) -> Confirmed | None:
+    def confirm(self, candidate: Candidate, files: Path) -> Confirmed | None:
         """Run `candidate` from its emitted files alone, in fresh processes, in turn with the baseline.
 
-        `emit` writes the files into a draft folder. Returns None when a run does not fit.
+        Returns None when a run does not fit.
         """
-        emit(folder)
         earlier = self._confirmed_before(candidate)
         if earlier is not None:
             return earlier
-        baseline_fits = self._baseline_ran()
         runs: list[Measurement] = []
         baseline_runs: list[Measurement] = []
-        same = candidate == self._space.baseline
+        compare = self._baseline_ran() and candidate != self.space.baseline
         for turn in range(CONFIRM_RUNS):
-            if baseline_fits and not same:
-                baseline_runs.append(
-                    self.measure(
-                        self._space.baseline,
-                        "confirm-baseline",
-                        "the user's own settings, beside the winner",
-                        how="fresh",
-                        save=True,
-                    )
-                )
-            run = self.measure(
-                candidate,
-                "confirm",
-                f"run {turn + 1} of {CONFIRM_RUNS} from the emitted files",
-                how="fresh",
-                save=True,
-                files=folder,
-            )
-            runs.append(run)
-            if run.outcome not in (Outcome.FITS, Outcome.CONTAMINATED):
+            if compare:
+                why = "the user's own settings, in turn with the winner"
+                baseline_runs.append(self.measure(self.space.baseline, "confirm-baseline", why, how="fresh", save=True))
+            why = f"run {turn + 1} of {CONFIRM_RUNS} from the emitted files"
+            runs.append(self.measure(candidate, "confirm", why, how="fresh", save=True, files=files))
+            if runs[-1].outcome not in (Outcome.FITS, Outcome.CONTAMINATED):
                 return None
         return Confirmed(candidate, tuple(runs), tuple(baseline_runs))
 
@@ -310,6 +296,7 @@ class Search:
         self._directory.record(measurement)
         self._mirror.tell(measurement)
         self._predictor.learn(measurement)
+        self._keep_provisional(measurement)
         self._listener.probe_ended(measurement, self._best_so_far())
         return measurement
 
@@ -320,13 +307,30 @@ class Search:
         return max(LEAST_LIMIT_SECONDS, LIMIT_FACTOR * baseline.seconds)
 
     def _best_so_far(self) -> Measurement | None:
-        fitting = [m for m in self.history() if m.outcome is Outcome.FITS and m.train_speed is not None]
+        fitting = [
+            m
+            for m in self.history()
+            if m.outcome is Outcome.FITS
+            and m.train_speed is not None
+            and not needs_code(m.candidate, self.space.baseline)
+        ]
         return max(fitting, key=lambda m: m.train_speed.per_second, default=None)
 
-    def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            self._listener.said(text)
+    def _keep_provisional(self, measurement: Measurement) -> None:
+        """Write the files of a new best at once, so that a search that is stopped leaves something to use."""
+        best = self._best_so_far()
+        if best is measurement and not measurement.purpose.startswith("confirm"):
+            folder = self._directory.path / PROVISIONAL
+            with contextlib.suppress(OSError):  # a full disk is told of by the journal, which the search cannot do without
+                write_files(folder, best.candidate, self.space.baseline, self._description, self._machine.device)
+
+    def _stopped(self, also_kept: int = 0) -> bool:
+        """Whether a limit ends the search here; said once."""
+        why = self.out_of_time(also_kept)
+        if why is not None and not self._said_limit:
+            self._said_limit = True
+            self.say(why)
+        return why is not None
 
 
 def measurement_of(

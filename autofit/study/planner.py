@@ -5,6 +5,7 @@ other flipped at the best found so far, until no flip is left that could win. Ev
 training settings. Estimates order candidates and say what an out-of-memory rules out; only measurements decide.
 """
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -38,10 +39,15 @@ class TrainPlan:
     def next(self, history: Iterable[Measurement], in_code: bool) -> Step | None:
         """The next candidate to probe, or None when none is left that could win. `in_code`: also knobs that only code
         can set."""
+        history = list(history)
         self._learn(history)
         baseline = self._space.baseline
         if baseline.key not in self._by_key:
-            return self._step(baseline, "the user's own settings")
+            if any(
+                m.purpose == "baseline" for m in history
+            ):  # its evaluation failed; its training may still be the best
+                return Step(baseline, "train", "the user's own training settings, without evaluation")
+            return Step(baseline, "baseline", "the user's own settings")
         full = self._space.with_batch(baseline, self._space.batches[-1])
         if full.key not in self._by_key:
             return self._step(full, "the whole effective batch at once")
@@ -61,13 +67,18 @@ class TrainPlan:
     # ---- what is known ----
 
     def _learn(self, history: Iterable[Measurement]) -> None:
+        """The last word on each training candidate: timed before untimed, clean before contaminated."""
         self._by_key = {}
         for m in history:
-            key = _train_part(m.candidate, self._space.baseline).key
-            known = self._by_key.get(key)
+            if m.purpose.startswith("confirm"):
+                continue  # they judge the winner, they do not look for it
+            m = dataclasses.replace(m, candidate=_train_part(m.candidate, self._space.baseline))
+            known = self._by_key.get(m.candidate.key)
+            if known is not None and known.outcome is Outcome.FITS and m.outcome is Outcome.CONTAMINATED:
+                continue
             # An evaluation that failed says nothing of training; a probe that timed training does.
             if m.train_speed is not None or (known is None and _train_verdict_known(m)):
-                self._by_key[key] = m
+                self._by_key[m.candidate.key] = m
 
     def _fits(self, m: Measurement) -> bool:
         peak = m.train_bytes
@@ -105,7 +116,7 @@ class TrainPlan:
         return candidate.key not in self._by_key and self._ruled_out(candidate) is None
 
     def _step(self, candidate: Candidate, why: str) -> Step:
-        return Step(candidate, "baseline" if candidate == self._space.baseline and "own" in why else "train", why)
+        return Step(candidate, "train", why)
 
     # ---- the batch size ----
 
@@ -123,17 +134,11 @@ class TrainPlan:
             chosen = self._largest_fitting(best, above)
             if chosen is not None:
                 yield self._step(self._space.with_batch(best, chosen), "a larger batch of the fastest structure")
-        if structure(best) == structure(self._space.baseline) or len(rates) == 1:
-            below = [b for b in untried if b < fastest]
-            near = max(below, default=None)
-            known_below = max((b for b in rates if b < fastest), default=None)
-            if (
-                near is not None
-                and (known_below is None or near > known_below)
-                and self._open(self._space.with_batch(best, near))
-            ):
-                if structure(best) == structure(self._space.baseline):
-                    yield self._step(self._space.with_batch(best, near), "the batch below the fastest one")
+        if structure(best) != structure(self._space.baseline):
+            return
+        below = max((b for b in self._space.batches if b < fastest), default=None)
+        if below in untried and self._open(self._space.with_batch(best, below)):
+            yield self._step(self._space.with_batch(best, below), "the batch below the fastest one")
 
     def _worth_more(self, best: Candidate) -> bool:
         """Whether larger batches have paid: false once a curve of this run has its peak below its frontier."""
@@ -220,16 +225,7 @@ class TrainPlan:
         tried = sum(1 for m in self._by_key.values())
         if tried >= MOST_RESCUES:
             return None
-        options = [self._space.baseline]
-        for name, values in self._space.values.items():
-            if (
-                KNOBS[name].phase == "train"
-                and "batch" not in name
-                and name != "gradient_accumulation_steps"
-                and (in_code or not KNOBS[name].in_code)
-            ):
-                options = [c.but({name: v}) for c in options for v in values]
-        candidates = [self._space.with_batch(c, b) for c in options for b in self._space.batches]
+        candidates = [c for c in self._space.train_candidates() if self._allowed(c, in_code)]
         untried = [c for c in candidates if c.key not in self._by_key and refusal(c, self._description) is None]
         fitting = [
             c
@@ -293,23 +289,20 @@ class EvaluatePlan:
 
     def _ladder(self, setting: Candidate) -> Step | None:
         """Evaluation batches of one setting: the user's own, then up by four while it pays, or down until one fits."""
-        batches = sorted(self._space.values.get("per_device_eval_batch_size", ()))
-        own = int(self._space.baseline["per_device_eval_batch_size"])
+        batches = sorted(self._space.values["per_device_eval_batch_size"])
         measured = {b: self._by_key.get(setting.but(per_device_eval_batch_size=b).key) for b in batches}
-        if measured.get(own) is None:
-            start = self.best(True)
-            batch = int(start["per_device_eval_batch_size"]) if start is not None else own
-            if batch != own and measured.get(batch) is None:
-                return self._step(setting, batch, "the reduction at the fastest evaluation batch")
-            if batch == own:
-                return self._step(setting, own, "the user's own evaluation batch on the chosen training settings")
+        if not any(measured.values()):
+            best = self.best(in_code=True)
+            own = int((best or self._space.baseline)["per_device_eval_batch_size"])
+            first = min(batches, key=lambda b: abs(b - own))
+            return self._step(setting, first, "evaluation on the chosen training settings")
         rates = {b: m.eval_speed.per_second for b, m in measured.items() if m is not None and self._fits(m)}
         failed = [b for b, m in measured.items() if m is not None and not self._fits(m)]
         if not rates:
-            if setting.get("logits") == self._space.baseline.get("logits") and self._grows_too_much(setting):
+            if self._grows_too_much(setting):
                 return None  # a smaller batch accumulates as much
             below = [b for b in batches if b < min(failed)]
-            return self._step(setting, below[max(len(below) - 2, 0)], "a smaller evaluation batch") if below else None
+            return self._step(setting, below[len(below) // 2], "a smaller evaluation batch") if below else None
         top = max(rates)
         fastest = max(rates, key=rates.__getitem__)
         others = [r for b, r in rates.items() if b < top]

@@ -1,0 +1,186 @@
+"""The command line: parse, call `api`, print, exit code. The one place that catches and exits.
+
+click only parses: what it returns is run outside of it, since it takes any broken pipe for that of the output and ends
+quietly. Whatever is not needed for `--help` is imported after parsing, so that help is there at once.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+import click
+
+from autofit import __version__
+from autofit.cli.options import EPILOG, OPTIONS, SCRIPT_EXAMPLE, SearchCommand
+from autofit.errors import AutofitError, Interrupted, UsageError, WorkloadError
+
+PIPE_CLOSED = 141  # as a shell reports a program that SIGPIPE ended
+
+
+class OutputClosedError(Exception):
+    """Whoever read the output is gone. No BrokenPipeError, which a dead child may raise too."""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(__version__, prog_name="autofit", message="%(prog)s %(version)s")
+def autofit() -> None:
+    """The fastest Hugging Face TrainingArguments that fit a memory budget, found by measuring."""
+
+
+@autofit.command("search", cls=SearchCommand, params=OPTIONS, epilog=EPILOG)
+def search_command(**given: Any) -> Callable[[], None]:
+    """Find the fastest settings that fit, for a model that autofit trains by itself (--model) or for your own script
+    (after --), which runs unchanged. Every candidate is measured in a process of its own.
+
+    The same command again resumes. Ctrl-C stops and keeps what was measured.
+    """
+    return lambda: run_search(**given)
+
+
+def run(argv: Sequence[str]) -> int:
+    """The exit code of `autofit ARGV`. Raises what is a bug of autofit."""
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="replace")  # a path or a terminal may know other characters than ours
+        action = _parse(list(argv) or ["--help"])
+        if callable(action):
+            action()
+        return _flush()
+    except AutofitError as error:
+        return _explain(error)
+    except (KeyboardInterrupt, click.Abort):
+        return _explain(Interrupted("stopped; the same command resumes"))
+    except OutputClosedError:
+        return _abandon_output()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_search(*, dry_run: bool, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Search or plan, and print the answer. With `as_json` stdout gets one JSON object and nothing else."""
+    from autofit import api
+    from autofit.report import terminal
+
+    if options["model"] is None and options["command"] is None:
+        raise UsageError(
+            "nothing to search for; name a model (autofit search --model bert-base-uncased --budget 24GB) "
+            f"or give your own command after -- ({SCRIPT_EXAMPLE})"
+        )
+    if options["model"] is not None and options["command"] is not None:
+        raise UsageError("--model and a command after -- exclude each other; leave one of them out")
+    console = terminal.make_console(_Output(sys.stdout))
+    progress = terminal.make_console(_Output(sys.stderr)) if as_json else console
+    listener = None if quiet else terminal.TerminalListener(progress)
+    try:
+        found = (api.plan if dry_run else api.search)(listener=listener, **options)
+    finally:
+        if listener is not None:
+            listener.close()
+    if as_json:
+        console.file.write(_plan_json(found) if dry_run else _result_json(found))
+        console.file.flush()
+    elif dry_run:
+        terminal.draw_plan(found, console)
+    else:
+        terminal.draw_result(found, console)
+
+
+def _parse(argv: list[str]) -> Any:
+    """What the command returns; None or 0 after --help and --version. Raises UsageError."""
+    try:
+        return autofit.main(argv, prog_name="autofit", standalone_mode=False)
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context else "autofit"
+        message = error.format_message().removesuffix(".")
+        raise UsageError(f"{message[:1].lower()}{message[1:]} ({where} --help lists what there is)") from error
+
+
+def _result_json(result: Any) -> str:
+    from autofit import codec
+
+    value = {name: codec.to_json_value(getattr(result, name)) for name in ("selection", "budget", "machine", "timing")}
+    value["folder"] = str(result.folder)
+    value["measurements"] = [codec.to_json_value(m) for m in result.measurements]
+    return codec.encode(value).decode() + "\n"
+
+
+def _plan_json(plan: Any) -> str:
+    from autofit import codec
+
+    names = ("budget", "machine", "description", "baseline", "estimated_seconds")
+    value = {name: codec.to_json_value(getattr(plan, name)) for name in names}
+    value["folder"] = None if plan.folder is None else str(plan.folder)
+    value["candidates"] = [
+        {"values": candidate.values, "train_bytes": held, "relative_seconds_per_row": seconds}
+        for candidate, held, seconds in plan.candidates
+    ]
+    return codec.encode(value).decode() + "\n"
+
+
+def _explain(error: AutofitError) -> int:
+    """Tell on stderr. Returns the exit code."""
+    prefix = "" if isinstance(error, Interrupted) else "error: "
+    lines = _printable(str(error) or type(error).__name__)
+    if isinstance(error, WorkloadError):
+        lines += _printable(error.log, "    ")
+    with contextlib.suppress(OSError):  # nobody listens
+        print(prefix + "\n".join(lines), file=sys.stderr, flush=True)
+    return error.exit_code
+
+
+def _printable(text: str, indent: str = "") -> list[str]:
+    """Lines without control characters, their own indentation kept."""
+    from autofit.report.labels import plain
+
+    lines = [line.expandtabs(4) for line in text.splitlines()]
+    return [(indent + " " * (len(line) - len(line.lstrip())) + plain(line)).rstrip() for line in lines]
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _flush() -> int:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise OutputClosedError from None
+    return 0
+
+
+def _abandon_output() -> int:
+    """Keep the interpreter from complaining about the closed pipe once more when it ends."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return PIPE_CLOSED
+
+
+class _Output:
+    """A stream that tells of its own broken pipe in its own words."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            raise OutputClosedError from None
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            raise OutputClosedError from None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -1,0 +1,142 @@
+"""The options of `autofit search`, grouped as its help shows them, and how a command line is split.
+
+Every option is a field of `api.Options` with the same default, save for those that say what to print.
+"""
+
+from typing import Any
+
+import click
+
+from autofit.errors import UsageError
+
+SCRIPT_EXAMPLE = "autofit search --budget 24GB -- python train.py"
+EPILOG = """\b
+Examples:
+  autofit search --model bert-base-uncased --effective-batch 32 --budget 24GB
+  autofit search --model gpt2 --seq-len 1024 --lora r=16 --budget rtx-3090
+  autofit search --budget 24GB -- python train.py --output_dir out
+  autofit search --budget 24GB --max-time 15m -- python -m my_package.train args.json
+  autofit search --model gpt2 --knob precision=bf16 --knob per_device_train_batch_size=4,8
+  autofit search --model gpt2 --budget 8GB --dry-run
+
+\b
+Knobs (phase in which they matter: training, then evaluation):
+  per_device_train_batch_size  activation_checkpointing  precision  attention  optim
+  per_device_eval_batch_size  eval_accumulation_steps  logits
+"""
+
+GROUPS = {
+    "what": "What is trained",
+    "model": "With --model only",
+    "memory": "Memory",
+    "search": "The search",
+    "output": "Output",
+}
+
+
+class GroupedOption(click.Option):
+    def __init__(self, *names: str, group: str, **settings: Any) -> None:
+        super().__init__(list(names), **settings)
+        self.group = group
+
+
+class SearchCommand(click.Command):
+    """Everything after `--` is the user's command and is never parsed."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own, command = list(args), None
+        if "--" in own:
+            at = own.index("--")
+            own, command = own[:at], tuple(own[at + 1 :])
+            if not command:
+                raise UsageError(f"nothing stands after --; give your own command there: {SCRIPT_EXAMPLE}")
+        looks_like_command = any(word.endswith(".py") and not word.startswith("-") for word in own)
+        try:
+            _, loose, _ = self.make_parser(ctx).parse_args(list(own))
+        except click.NoSuchOption as error:
+            if looks_like_command:
+                raise UsageError(
+                    f"{error.option_name} is no option of autofit; put -- before your own command: {SCRIPT_EXAMPLE}"
+                ) from error
+            raise
+        if loose:
+            raise UsageError(
+                f"{loose[0]!r} is no option; name a model with --model, or put -- before your own command: {SCRIPT_EXAMPLE}"
+            )
+        rest = super().parse_args(ctx, own)
+        ctx.params["command"] = command
+        return rest
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return ["[OPTIONS]", "[-- COMMAND ...]"]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for group, title in GROUPS.items():
+            options = [p for p in self.get_params(ctx) if getattr(p, "group", "output") == group]
+            with formatter.section(title):
+                formatter.write_dl([record for p in options if (record := p.get_help_record(ctx)) is not None])
+
+
+def parse_lora(ctx: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    """`r=16` or `16`."""
+    if text is None:
+        return None
+    number = text.removeprefix("r=")
+    if not number.isdecimal() or int(number) < 1:
+        raise click.BadParameter(f"{text!r} is no rank; write --lora r=16", ctx, parameter)
+    return int(number)
+
+
+def _option(*names: str, group: str, help: str, **settings: Any) -> GroupedOption:
+    return GroupedOption(*names, group=group, help=help, **settings)
+
+
+# fmt: off
+OPTIONS: list[click.Parameter] = [
+    _option("--model", group="what", metavar="NAME", help="A model that autofit trains by itself, on made-up rows of the "
+            "longest shape: a local folder, a hub id, or a name of the catalog. No weights are fetched."),
+    _option("--device", group="what", metavar="DEVICE", help="cpu, cuda or cuda:N. Default: the first GPU, else the "
+            "CPU."),
+    _option("--task", group="model", metavar="TASK", help="text-classification, causal-lm or image-classification. "
+            "Default: what the model says."),
+    _option("--seq-len", group="model", type=int, metavar="TOKENS", help="Tokens of the longest row. Default: 512, for "
+            "causal-lm 1024, and never more than the model's own."),
+    _option("--image-size", group="model", type=int, metavar="PIXELS", help="Pixels per side. Default: the model's own."),
+    _option("--effective-batch", group="model", type=int, metavar="ROWS", help="Rows per optimizer step: per-device "
+            "batch × accumulation, held for every candidate. Default: that of --args, else 32."),
+    _option("--dtype", group="model", metavar="DTYPE", help="Of the weights: float32, bfloat16 or float16. Default: what "
+            "from_pretrained gives."),
+    _option("--lora", "lora_rank", group="model", metavar="r=RANK", callback=parse_lora, help="Train LoRA adapters of this "
+            "rank (needs PEFT). Default: all weights are trained."),
+    _option("--args", group="model", metavar="FILE", help="Your own TrainingArguments fields as a JSON file: what a gain "
+            "is told against. Default: those of the installed transformers."),
+    _option("--eval-rows", group="model", type=int, metavar="ROWS", help="Rows of your evaluation set, to which its "
+            "memory is projected. Default: 1000."),
+    _option("--budget", group="memory", metavar="SIZE", help="What the training process may hold on the device: 24GB, "
+            "24GiB, 800MB, or a card such as rtx-3090. Default: what the device can use, less the headroom."),
+    _option("--headroom", group="memory", type=float, default=0.05, metavar="SHARE", help="Share of the device that is "
+            "left free, from 0 to 0.9. Default: 0.05."),
+    _option("--host-budget", group="memory", metavar="SIZE", help="What the training process and its children may hold in "
+            "host memory: 32GB, 32GiB. Default: 90 % of what is available."),
+    _option("--max-probes", group="search", type=int, default=30, metavar="N", help="Probes at most, resumed ones and the "
+            "confirmation's included. Default: 30."),
+    _option("--max-time", group="search", metavar="TIME", help="Time at most: 90s, 15m or 1h, of which enough is kept back "
+            "for the confirmation. Default: no limit."),
+    _option("--min-gain", group="search", type=float, default=0.01, metavar="SHARE", help="A difference in speed below "
+            "this is none, and the smaller peak wins. Default: 0.01, that is 1 %."),
+    _option("--knob", "knobs", group="search", multiple=True, metavar="NAME=V1,V2", help="Values that a knob may take, "
+            "instead of all that can be used here; repeatable. Default: all."),
+    _option("--allow", group="search", multiple=True, type=click.Choice(["training", "code"]), help="What may change "
+            "besides memory and speed; repeatable. training: another optimizer. code: what needs a line of code in your "
+            "script. Default: neither."),
+    _option("--seed", group="search", type=int, default=0, metavar="N", help="Of made-up rows and of their order. "
+            "Default: 0."),
+    _option("--out", group="output", metavar="FOLDER", help="The run directory. Default: autofit-runs/NAME, which the same "
+            "command finds again."),
+    _option("--dry-run", group="output", is_flag=True, help="Describe the workload and list what would be tried; probe "
+            "nothing."),
+    _option("--json", "as_json", group="output", is_flag=True, help="Print one JSON object on stdout, and progress on "
+            "stderr."),
+    _option("--quiet", "-q", "quiet", group="output", is_flag=True, help="Print no progress lines."),
+]
+# fmt: on

@@ -1,0 +1,135 @@
+"""From the stages of a search to what is emitted: the best that arguments alone can say, and the best with code.
+
+Nothing is chosen that was not confirmed: the winner runs again from its files, and where that fails the next best does.
+"""
+
+import shutil
+from pathlib import Path
+
+from autofit.emission import write_files
+from autofit.errors import RunDirectoryError, WorkloadError
+from autofit.knobs import KNOBS, needs_code
+from autofit.records import Candidate, Choice, Description, Machine, Measurement, Outcome
+from autofit.selection import score
+from autofit.study.driver import Search, choice_of
+
+BEST, WITH_CODE = "best", "best-with-code"
+MOST_FALLBACKS = 3  # winners that may fail their confirmation before the search gives up
+TRAIN_FALLBACKS = 3  # training settings on top of which evaluation is tried
+UNMENDABLE = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.KILLED, Outcome.INVALID)
+
+
+class Decision:
+    """Runs the stages of `search` and writes the files of what it decides on into `folder`."""
+
+    def __init__(
+        self, search: Search, folder: Path, description: Description, machine: Machine, min_gain: float
+    ) -> None:
+        self._search, self._folder, self._min_gain = search, folder, min_gain
+        self._description, self._machine = description, machine
+        self._baseline = search.space.baseline
+
+    def run(self) -> tuple[Choice | None, Choice | None]:
+        """(the best that `TrainingArguments` alone can say, the best that needs code), each None where there is none.
+
+        Raises WorkloadError when the user's own settings fail for another reason than memory and nothing else runs.
+        """
+        whole = self._settle(in_code=False)
+        best = self._confirm(BEST, whole, in_code=False)
+        with_code = None
+        if best is None or self._code_varies():
+            whole = self._settle(in_code=True)
+            if (
+                whole is not None
+                and needs_code(whole, self._baseline)
+                and (best is None or self._measured_gain(whole, best.candidate))
+            ):
+                with_code = self._confirm(WITH_CODE, whole, in_code=True)
+        if with_code is not None and best is not None and not self._gains(with_code, best):
+            with_code = None
+        if with_code is None:
+            shutil.rmtree(self._folder / WITH_CODE, ignore_errors=True)
+        if best is None:
+            shutil.rmtree(self._folder / BEST, ignore_errors=True)
+        return best, with_code
+
+    def _settle(self, in_code: bool) -> Candidate | None:
+        """The fastest training settings on which evaluation fits too, with the fastest evaluation; None when none does."""
+        self._search.run_train(in_code)
+        self._check_own_settings()
+        self._search.race(in_code)
+        for scored in self._search.ranked(in_code)[:TRAIN_FALLBACKS]:
+            whole = self._search.run_evaluate(scored.candidate, in_code)
+            if whole is not None:
+                return whole
+        return None
+
+    def _check_own_settings(self) -> None:
+        m = self._search.baseline_measurement()
+        if m is None or m.outcome not in UNMENDABLE or any(x.outcome is Outcome.FITS for x in self._search.history()):
+            return
+        where = f"in step {m.failure.step}" if m.failure.step else f"in {m.failure.phase}"
+        raise WorkloadError(
+            f"your own settings fail {where} ({m.failure.kind}: {m.failure.message}) and so does everything tried instead; "
+            f"the whole output is in {self._folder / 'probes' / m.probe}",
+            m.failure.traceback,
+        )
+
+    def _confirm(self, name: str, candidate: Candidate | None, in_code: bool) -> Choice | None:
+        """Confirm `candidate` from draft files, then the next best ones; what is confirmed becomes folder `name`."""
+        draft = self._folder / f"unconfirmed-{name}"
+        tried: set[str] = set()
+        while candidate is not None and len(tried) < MOST_FALLBACKS:
+            tried.add(candidate.key)
+            self._emit(draft, candidate)
+            confirmed = self._search.confirm(candidate, draft)
+            shutil.rmtree(draft, ignore_errors=True)
+            if confirmed is not None:
+                self._emit(self._folder / name, candidate)
+                return choice_of(confirmed, self._folder / name)
+            self._search.say("the winner failed its confirmation; the next best is confirmed instead")
+            candidate = self._next_best(candidate, tried, in_code)
+        return None
+
+    def _next_best(self, failed: Candidate, tried: set[str], in_code: bool) -> Candidate | None:
+        evaluation = _phase_part(failed, "evaluate")
+        candidates = [s.candidate.but(evaluation) for s in self._search.ranked(in_code)]
+        return next((c for c in candidates if c.key not in tried), None)
+
+    def _emit(self, folder: Path, candidate: Candidate) -> None:
+        try:
+            write_files(folder, candidate, self._baseline, self._description, self._machine.device)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{folder} cannot be written ({error.strerror}); free some space and run the same command again, it resumes"
+            ) from error
+
+    def _code_varies(self) -> bool:
+        return any(KNOBS[name].in_code and len(values) > 1 for name, values in self._search.space.values.items())
+
+    def _measured_gain(self, candidate: Candidate, best: Candidate) -> bool:
+        """Whether its probes were faster in a phase in which it differs: only then is it worth a confirmation."""
+        for phase in ("train", "evaluate"):
+            part, other = _phase_part(candidate, phase), _phase_part(best, phase)
+            if part != other:
+                history = self._search.history()
+                mine, theirs = _rate(history, part, phase), _rate(history, other, phase)
+                if mine is not None and theirs is not None and mine > theirs * (1 + self._min_gain):
+                    return True
+        return False
+
+    def _gains(self, with_code: Choice, best: Choice) -> bool:
+        faster = [with_code.train_per_second / best.train_per_second]
+        if with_code.eval_per_second and best.eval_per_second:
+            faster.append(with_code.eval_per_second / best.eval_per_second)
+        return max(faster) > 1 + self._min_gain
+
+
+def _phase_part(candidate: Candidate, phase: str) -> dict:
+    return {name: value for name, value in candidate.values.items() if KNOBS[name].phase == phase}
+
+
+def _rate(history: list[Measurement], part: dict, phase: str) -> float | None:
+    """Rows per second of the fastest candidate that has these values."""
+    rates = [s.rate for s in score(history, phase) if all(s.candidate.get(n) == v for n, v in part.items())]
+    return max(rates, default=None)

@@ -1,0 +1,158 @@
+"""What is settled before the first probe: the task, the budget, the workload as it stands, the space.
+
+Everything that cannot work is refused here, in one line with the way out, before anything is started.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from autofit.catalog import parse_budget
+from autofit.errors import AutofitError, DeviceError, UsageError, WorkloadError
+from autofit.knobs import Space, make_space, parse_knob
+from autofit.launch import Launcher, log_tail
+from autofit.machine import available_device_bytes, available_host_bytes
+from autofit.records import Budget, Candidate, Description, Machine, Outcome, Reply, Request, Schedule, Task
+from autofit.trainer_args import candidate_values, check_single_process
+from autofit.units import format_bytes, unit_of
+
+DESCRIBE_SECONDS = 1800.0  # for a script to prepare its data
+BUSY_SHARE = 0.05  # of the device held by others: nothing can be measured beside them
+HOST_SHARE = 0.9  # of available host memory, when the user gives no host budget
+
+
+def read_arguments(args: str | Path | dict | None) -> dict[str, Any]:
+    """The user's own `TrainingArguments` fields, from a JSON file or a dict. Raises UsageError."""
+    if args is None or isinstance(args, dict):
+        return dict(args or {})
+    wanted = "give a JSON file with TrainingArguments fields"
+    try:
+        value = json.loads(Path(args).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--args {args} cannot be read ({error.strerror}); {wanted}") from error
+    except ValueError as error:
+        raise UsageError(f"--args {args} is no JSON ({error}); {wanted}") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"--args {args} holds no JSON object; {wanted}")
+    return value
+
+
+def make_budget(
+    text: str | None, host_text: str | None, headroom: float, machine: Machine, say: Callable[[str], None]
+) -> Budget:
+    """The device budget, clamped to what the device has less the headroom, and the host budget. Raises DeviceError."""
+    available = available_device_bytes(machine)
+    if available is None:
+        available = machine.device_bytes
+    held = machine.device_bytes - available
+    if machine.device != "cpu" and held > BUSY_SHARE * machine.device_bytes:
+        raise DeviceError(
+            f"gpu_busy: {format_bytes(held)} of {format_bytes(machine.device_bytes)} on {machine.device_name} are held by "
+            "other processes (nvidia-smi shows them); end them, or choose another --device"
+        )
+    usable = int(available * (1 - headroom))
+    wanted = parse_budget(text) if text else usable
+    unit = unit_of(text) if text else "GiB"
+    if wanted > usable:
+        say(
+            f"the budget of {text} is more than this machine has now; taken as {format_bytes(usable, unit)} "
+            f"({format_bytes(available, unit)} free less {headroom:.0%} headroom)"
+        )
+        wanted = usable
+    host_available = available_host_bytes()
+    host = parse_budget(host_text) if host_text else int(host_available * HOST_SHARE)
+    return Budget(wanted, min(host, host_available), unit, text or "")
+
+
+def describe(task: Task, machine: Machine, launcher: Launcher, folder: Path, say: Callable[[str], None]) -> Description:
+    """Run the workload once up to its training, and make the server ready for its probes.
+
+    Raises UsageError or WorkloadError where it does not get there.
+    """
+    request = Request("describe", str(folder), task, machine.device, Schedule(describe_only=True))
+    fork = task.script is None
+    if fork:
+        launcher.warm()
+        if machine.device != "cpu" and not _fresh_folder(folder, launcher.trust, request):
+            say("forked children cannot use the device here, so every probe starts a fresh interpreter")
+    ended = _fresh_folder(
+        folder,
+        launcher.probe,
+        request,
+        how="fork" if fork else "fresh",
+        time_limit=DESCRIBE_SECONDS,
+        options=task.script.interpreter_options if task.script else (),
+    )
+    description = ended.reply.description
+    if description is None:
+        raise explain_failure(task, ended.reply, folder)
+    if fork and launcher.can_fork:
+        launcher.warm(description.modules)
+    check_single_process(description.resolved)
+    for note in description.notes:
+        say(note)
+    return description
+
+
+def _fresh_folder(folder: Path, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    shutil.rmtree(folder, ignore_errors=True)
+    return action(*args, **kwargs)
+
+
+def explain_failure(task: Task, reply: Reply, folder: Path) -> AutofitError:
+    """What went wrong before training, in the user's words."""
+    failure = reply.failure
+    if failure.kind == "UsageError":
+        return UsageError(failure.message)
+    who = "the script" if task.script else "the model"
+    excerpt = failure.traceback or log_tail(folder)
+    if failure.kind == "no_trainer":
+        return WorkloadError(
+            f"{failure.message}; autofit needs a script that ends by calling the train() of a transformers Trainer",
+            excerpt,
+        )
+    if failure.kind == "no_training":
+        return WorkloadError(f"{failure.message}; its whole output is in {folder}", excerpt)
+    why = failure.message if failure.kind in failure.message else f"{failure.kind}: {failure.message}"
+    if reply.outcome in (Outcome.TIMEOUT, Outcome.KILLED):
+        why = f"{reply.outcome.value}: {failure.message}"
+    return WorkloadError(f"{who} failed before training started ({why})", excerpt)
+
+
+def baseline_of(description: Description) -> Candidate:
+    """The user's own settings as a candidate; knobs that mean nothing for the workload are left out."""
+    values = candidate_values(description.resolved)
+    if description.attention is not None:
+        values["attention"] = description.attention
+    if not description.eval_rows:
+        del values["per_device_eval_batch_size"], values["eval_accumulation_steps"]
+    elif description.has_metrics and not description.has_logits_reduction:
+        values["logits"] = "full"
+    return Candidate(values)
+
+
+def space_of(
+    description: Description, machine: Machine, task: Task, knobs: Iterable[str], allow: Iterable[str]
+) -> Space:
+    """What may vary, from the user's `--knob` and `--allow`. Raises UsageError."""
+    for word in allow:
+        if word not in ("training", "code"):
+            raise UsageError(f"--allow {word!r} is not known; use training or code")
+    narrowed: dict[str, tuple] = {}
+    for text in knobs:
+        name, values = parse_knob(text)
+        narrowed[name] = (*narrowed.get(name, ()), *values)
+    # A script's own metrics function may receive something else only when the user has said so.
+    allowed = frozenset(allow) | (frozenset({"code"}) if task.script is None else frozenset())
+    return make_space(description, machine, baseline_of(description), narrowed, allowed)
+
+
+def check_weights(description: Description, budget: Budget) -> None:
+    """Refuse a budget that the weights alone exceed. Raises UsageError."""
+    if description.parameter_bytes > budget.device_bytes:
+        raise UsageError(
+            f"the weights alone take {format_bytes(description.parameter_bytes, budget.unit)} and the budget is "
+            f"{format_bytes(budget.device_bytes, budget.unit)}; raise --budget, or take a smaller model or dtype"
+        )

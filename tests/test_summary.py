@@ -1,0 +1,331 @@
+"""The table and the answer say what was measured: merged, sorted, folded, and never a gain over a crash."""
+
+import pytest
+from report_cases import BASELINE, BUDGET, FUSED, IN_CODE, LARGE, MB, SMALL, choice, probe, selection, usual
+
+from autofit.records import Candidate, Failure, Outcome
+from autofit.report.labels import change_text, count_text, gain_text, knob_texts, plain, rate_text
+from autofit.report.sentences import answer, difference, next_command
+from autofit.report.summary import is_projected, summarize
+
+OOM = Failure("evaluate", 3, "OutOfMemoryError", "no more memory")
+
+
+def rows_of(measurements, chosen):
+    return summarize(measurements, chosen, BUDGET, "runs/x").rows
+
+
+def row_of(candidate, measurements, chosen):
+    return next(row for row in rows_of(measurements, chosen) if row.candidate == candidate)
+
+
+def failing_baseline():
+    """The user's settings train and then run out of memory in evaluation."""
+    measurements = [
+        probe(1, BASELINE, "baseline", Outcome.DEVICE_OOM, rates=(60.0, 60.2), train=300, failure=OOM),
+        probe(2, LARGE, rates=(41.0, 41.4), train=400),
+        probe(3, SMALL, "evaluate", rates=(12.1, 12.1), train=250, evaluate=260),
+        probe(4, LARGE.but(per_device_eval_batch_size=2), "confirm", rates=(41.2, 41.2), train=400, evaluate=410),
+    ]
+    best = choice(LARGE.but(per_device_eval_batch_size=2), 41.2, None, 410)
+    return measurements, selection(best, baseline_outcome=Outcome.DEVICE_OOM)
+
+
+# The table
+
+
+def test_probes_of_one_candidate_make_one_row_with_the_median_of_all_windows():
+    measurements = [probe(1, LARGE, rates=(10.0, 12.0)), probe(2, LARGE, "race", rates=(14.0,))]
+    (row,) = rows_of(measurements, selection(None))
+    assert row.train_per_second == pytest.approx(12.0)
+    assert row.train_spread == pytest.approx(2.0 / 12.0)
+    assert row.probes == ("0001", "0002")
+
+
+def test_one_window_has_no_spread():
+    (row,) = rows_of([probe(1, LARGE, rates=(10.0,))], selection(None))
+    assert row.train_spread is None
+
+
+def test_a_disturbed_probe_counts_only_where_no_clean_one_is():
+    disturbed = probe(1, LARGE, outcome=Outcome.CONTAMINATED, rates=(5.0,))
+    assert rows_of([disturbed], selection(None))[0].train_per_second == pytest.approx(5.0)
+    assert rows_of([disturbed], selection(None))[0].outcome is Outcome.CONTAMINATED
+    both = rows_of([probe(2, LARGE, rates=(10.0,)), disturbed], selection(None))[0]
+    assert (both.train_per_second, both.outcome) == (pytest.approx(10.0), Outcome.FITS)
+
+
+def test_the_chosen_comes_first_then_by_speed_and_failures_last():
+    measurements, chosen = usual()
+    failed = LARGE.but(activation_checkpointing=True)
+    over = probe(7, FUSED, outcome=Outcome.OVER_BUDGET, rates=(90.0, 90.0), train=600)
+    assert [row.candidate for row in rows_of([*measurements, over], chosen)] == [LARGE, BASELINE, SMALL, FUSED, failed]
+    slow = selection(choice(SMALL, 9.1, 0.46))
+    assert rows_of(measurements, slow)[0].candidate == SMALL
+
+
+def test_the_last_undisturbed_probe_decides_the_outcome():
+    failed = probe(2, LARGE, "confirm", Outcome.DEVICE_OOM, failure=OOM)
+    (row,) = rows_of([probe(1, LARGE, rates=(10.0,)), failed], selection(None))
+    assert row.outcome is Outcome.DEVICE_OOM
+    (row,) = rows_of([failed, probe(3, LARGE, rates=(10.0,))], selection(None))
+    assert row.outcome is Outcome.FITS
+
+
+def test_only_knobs_that_vary_are_columns_and_the_others_are_told_once():
+    measurements, chosen = usual()
+    summary = summarize(measurements, chosen, BUDGET, "runs/x")
+    assert summary.varying == ("batch", "ckpt")
+    assert summary.same["precision"] == "fp32" and summary.same["eval acc"] == "none"
+    assert set(summary.same) & set(summary.varying) == set()
+    assert summary.rows[0].knobs["batch"] == "32×1"
+
+
+def test_a_knob_that_some_candidates_lack_varies():
+    without = Candidate({k: v for k, v in LARGE.values.items() if k != "attention"})
+    summary = summarize([probe(1, LARGE), probe(2, without)], selection(None), BUDGET, "runs/x")
+    assert "attention" in summary.varying
+
+
+def test_a_projected_evaluation_peak_is_marked_and_a_measured_one_is_not():
+    measurements = [probe(1, LARGE, evaluate=310, projected=380), probe(2, SMALL, evaluate=310, projected=300)]
+    large, small = (row_of(c, measurements, selection(None)) for c in (LARGE, SMALL))
+    assert (large.eval_bytes, large.eval_projected) == (380 * MB, True)
+    assert (small.eval_bytes, small.eval_projected) == (310 * MB, False)
+    assert not is_projected(probe(3, LARGE, evaluate=310))
+    notes = summarize(measurements, selection(None), BUDGET, "").notes
+    assert any(note.startswith("~ projected") for note in notes)
+    assert not any("projected" in n for n in summarize(measurements[1:], selection(None), BUDGET, "").notes)
+
+
+def test_the_gain_of_the_chosen_is_the_confirmations_and_of_others_the_measured_one():
+    measurements, chosen = usual()
+    assert row_of(LARGE, measurements, chosen).gain == 2.102
+    assert row_of(SMALL, measurements, chosen).gain == pytest.approx(9.1 / 19.65)
+    assert row_of(BASELINE, measurements, chosen).gain == pytest.approx(1.0)
+
+
+def test_the_chosen_has_no_gain_that_the_confirmation_did_not_measure():
+    measurements, _ = usual()
+    assert row_of(LARGE, measurements, selection(choice(LARGE, 41.2, None))).gain is None
+
+
+def test_there_is_no_gain_over_a_baseline_that_does_not_fit():
+    measurements, chosen = failing_baseline()
+    assert [row.gain for row in rows_of(measurements, chosen)] == [None] * 4
+    over = [
+        probe(1, BASELINE, "baseline", Outcome.OVER_BUDGET, rates=(20.0,), train=600),
+        probe(2, LARGE, rates=(40.0,)),
+    ]
+    assert [r.gain for r in rows_of(over, selection(None, baseline_outcome=Outcome.OVER_BUDGET))] == [None, None]
+
+
+def test_what_does_not_fit_has_a_speed_where_it_ran_and_never_a_gain():
+    measurements = [
+        probe(1, BASELINE, "baseline", rates=(20.0,)),
+        probe(2, LARGE, outcome=Outcome.OVER_BUDGET, rates=(80.0,), train=600),
+    ]
+    row = row_of(LARGE, measurements, selection(None))
+    assert (row.train_per_second, row.gain, row.reason) == (pytest.approx(80.0), None, "over budget")
+
+
+def test_failures_tell_phase_message_and_log():
+    measurements, chosen = usual()
+    (failure,) = summarize(measurements, chosen, BUDGET, "runs/x").failures
+    assert (failure.outcome, failure.phase, failure.log) == (Outcome.DEVICE_OOM, "backward", "runs/x/probes/0004")
+    assert failure.message == "no more memory: tried to allocate 96 MiB"
+
+
+def test_an_over_budget_failure_tells_peak_and_budget_in_the_users_unit():
+    measured = probe(1, LARGE, outcome=Outcome.OVER_BUDGET, train=612)
+    projected = probe(2, SMALL, outcome=Outcome.OVER_BUDGET, train=300, evaluate=310, projected=700)
+    failures = summarize([measured, projected], selection(None), BUDGET, "").failures
+    assert [f.message for f in failures] == ["peak 612 MB of 500 MB", "peak ~700 MB of 500 MB"]
+
+
+def test_a_message_is_one_line_of_bounded_length_without_escape_sequences():
+    failure = Failure("train", 1, "RuntimeError", "\x1b[31mred\nand" + "x" * 900)
+    (row,) = summarize(
+        [probe(1, LARGE, outcome=Outcome.CRASHED, failure=failure)], selection(None), BUDGET, ""
+    ).failures
+    assert row.message.isprintable() and row.message.startswith("[31mred and")
+    assert len(row.message) == 200 and row.message.endswith("…")
+
+
+def test_a_budget_that_was_only_judged_is_said_to_be():
+    judged, capped, unknown = (probe(n, LARGE, cap=cap) for n, cap in enumerate(("judged", "enforced", "none")))
+    notes = {name: summarize(ms, selection(None), BUDGET, "").notes for name, ms in {
+        "all": [judged, unknown], "some": [judged, capped], "none": [capped, unknown],
+    }.items()}  # fmt: skip
+    assert "judged, not enforced: " in notes["all"][0]
+    assert "judged, not enforced in 1 of 2 probes: " in notes["some"][0]
+    assert notes["none"] == ()
+
+
+# The answer
+
+
+def test_the_answer_tells_the_confirmed_gain_both_speeds_the_peak_and_why():
+    measurements, chosen = usual()
+    (sentence,) = answer(chosen, measurements, BUDGET)
+    assert sentence.startswith("2.1× the samples/s of your settings (41.2 ±1.0% against 19.6 ±0.5%)")
+    assert "peak ~412 MB of 500 MB" in sentence
+    assert sentence.endswith("the fastest of 3 that fit.")
+
+
+def test_the_answer_never_tells_a_gain_over_a_crash_and_names_the_nearest_that_fits():
+    measurements, chosen = failing_baseline()
+    first, second = answer(chosen, measurements, BUDGET)
+    assert first.startswith(
+        "Your settings run out of device memory in evaluation; nearest that fits: batch 2×16, 12.1 samples/s"
+    )
+    assert second.startswith("Batch 32×1, eval batch 2, 41.2")
+    assert "× the" not in first + second and "against" not in first + second
+
+
+def test_no_gain_is_told_over_a_crash_even_where_one_was_recorded():
+    measurements, chosen = failing_baseline()
+    lying = selection(choice(LARGE, 41.2, 9.9), baseline_outcome=Outcome.DEVICE_OOM)
+    assert "9.9×" not in " ".join(answer(lying, measurements, BUDGET))
+    assert [row.gain for row in rows_of(measurements, lying)] == [None] * 4
+
+
+def test_what_was_probed_in_training_only_is_not_the_nearest_that_fits():
+    measurements, chosen = failing_baseline()
+    first, _ = answer(chosen, [m for m in measurements if m.candidate != SMALL], BUDGET)
+    assert "nearest that fits: batch 32×1, eval batch 2" in first
+
+
+def test_a_baseline_over_budget_is_told_with_its_peak():
+    measurements = [
+        probe(1, BASELINE, "baseline", Outcome.OVER_BUDGET, rates=(20.0,), train=300, evaluate=310, projected=900)
+    ]
+    chosen = selection(choice(LARGE, 41.2, None), baseline_outcome=Outcome.OVER_BUDGET)
+    assert answer(chosen, measurements, BUDGET)[0] == "Your settings exceed the budget (peak ~900 MB of 500 MB)."
+
+
+def test_a_confirmation_within_the_noise_is_told_as_a_tie():
+    measurements = [
+        probe(1, BASELINE, "confirm-baseline", rates=(19.0, 21.0), train=300),
+        probe(2, LARGE, "confirm", rates=(19.5, 21.5), train=200),
+    ]
+    (sentence,) = answer(selection(choice(LARGE, 20.5, 1.025)), measurements, BUDGET)
+    assert sentence.startswith("As fast as your settings within the noise (20.5 ±1.0% against 20.0 ±5.0% samples/s)")
+    assert "1.02×" not in sentence
+
+
+def test_settings_that_are_the_best_already_are_told_without_a_gain():
+    measurements = [probe(1, BASELINE, "baseline", rates=(20.0, 20.2)), probe(2, LARGE, rates=(10.0, 10.1))]
+    (sentence,) = answer(selection(choice(BASELINE, 20.1, None)), measurements, BUDGET)
+    assert sentence == "Your settings, 20.1 ±1.0% samples/s, peak 412 MB of 500 MB: the fastest of 2 that fit."
+
+
+def test_a_winner_that_is_not_the_fastest_says_by_how_much_and_what_for():
+    measurements = [
+        probe(1, LARGE, "confirm", rates=(40.0, 40.0), train=300),
+        probe(2, FUSED, rates=(40.2, 40.2), train=400),
+    ]
+    (sentence,) = answer(selection(choice(LARGE, 40.0, 2.0)), measurements, BUDGET)
+    assert sentence.endswith("within 0.5% of the fastest of 2 that fit, with a smaller peak.")
+
+
+def test_what_only_evaluation_sees_is_no_other_training_setting():
+    other_eval = probe(2, LARGE.but(per_device_eval_batch_size=64), rates=(43.0, 43.0), train=300)
+    measurements = [probe(1, LARGE, "confirm", rates=(40.0, 40.0), train=300), other_eval]
+    (sentence,) = answer(selection(choice(LARGE, 40.0, 2.0)), measurements, BUDGET)
+    assert sentence.endswith("the only training settings that were measured and fit.")
+
+
+def test_what_needs_code_is_told_apart_with_its_own_gain():
+    measurements, _ = usual()
+    chosen = selection(choice(LARGE, 41.2, 2.1), choice(IN_CODE, 50.0, 2.6))
+    _, coded = answer(chosen, measurements, BUDGET)
+    assert coded.startswith("With code (logits argmax): 2.6× the samples/s of your settings")
+    only = answer(selection(None, choice(IN_CODE, 50.0, 2.6)), measurements, BUDGET)
+    assert len(only) == 1 and only[0].startswith("What fits needs code: 2.6×")
+
+
+def test_without_a_confirmed_candidate_nothing_is_claimed():
+    assert answer(selection(None), usual()[0], BUDGET) == ["No candidate that fits was confirmed."]
+
+
+# The difference, and what to do next
+
+
+def test_the_difference_names_fields_and_both_values():
+    assert difference(BASELINE, LARGE) == [
+        "per_device_train_batch_size  8 → 32",
+        "gradient_accumulation_steps  4 → 1",
+    ]
+    assert difference(BASELINE, BASELINE) == []
+
+
+def test_the_difference_has_at_most_four_lines_and_loses_nothing():
+    far = LARGE.but(
+        activation_checkpointing=True, precision="bf16", attention="eager", optim="adamw_torch_fused", logits="argmax"
+    )
+    lines = difference(BASELINE, far)
+    assert len(lines) == 4
+    assert lines[3].startswith("and 4 more: precision fp32 → bf16, attention sdpa → eager  (in code), optim")
+    assert "logits full → argmax" in lines[3]
+    exactly = difference(BASELINE, LARGE.but(precision="bf16", activation_checkpointing=True))
+    assert len(exactly) == 4 and not any("more" in line for line in exactly)
+
+
+def test_the_difference_uses_the_name_that_the_installed_release_has():
+    changed = BASELINE.but(activation_checkpointing=True)
+    assert difference(BASELINE, changed, ["gradient_checkpointing"]) == ["gradient_checkpointing  False → True"]
+    assert difference(BASELINE, changed, ["activation_checkpointing"]) == ["activation_checkpointing  False → True"]
+
+
+def test_the_next_command_shows_both_ways_to_read_the_file_as_python():
+    path, first, second = next_command("runs/it's/best", None)
+    assert path == "runs/it's/best/training_args.json"
+    for line in (first, second):
+        compile(line.strip(), "next", "exec")
+        assert '"runs/it\'s/best/training_args.json"' in line
+
+
+def test_what_needs_code_points_to_its_snippet():
+    lines = next_command("runs/best", "runs/best-with-code")
+    assert len(lines) == 4 and "snippet.py" in lines[3] and "best-with-code" in lines[3]
+    alone = next_command(None, "runs/best-with-code")
+    assert "snippet.py" in alone[0] and sum("json.load" in line for line in alone) == 1
+    assert next_command(None, None) == []
+
+
+# Words and numbers
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [(1234.5, "1234"), (412.0, "412"), (99.96, "100"), (41.23, "41.2"), (1.0, "1.00"), (0.0412, "0.041"), (None, "–")],
+)
+def test_rates_have_about_three_digits_and_no_exponent(rate, text):
+    assert rate_text(rate) == text
+
+
+@pytest.mark.parametrize(
+    ("gain", "text"), [(1.0, "1.00×"), (1.04, "1.04×"), (2.102, "2.1×"), (12.3, "12×"), (None, "–")]
+)
+def test_gains(gain, text):
+    assert gain_text(gain) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(7, "7"), (22_713_216, "22.7 M"), (109_483_778, "109 M"), (8_030_261_248, "8.03 B")]
+)
+def test_counts(count, text):
+    assert count_text(count) == text
+
+
+def test_changes_are_told_against_the_users_settings_and_in_full_without_them():
+    assert change_text(BASELINE, LARGE.but(activation_checkpointing=True)) == "batch 32×1, ckpt on"
+    assert change_text(BASELINE, BASELINE) == "your settings"
+    assert "precision fp32" in change_text(None, LARGE)
+    assert knob_texts(Candidate({"new": True, "batch": 1})) == {"new": "on", "batch": "1"}
+
+
+@pytest.mark.parametrize("text", ["a\x1b[2Kb", "a\nb", "a\tb", "a\u202eb", "a\udcffb", "a\x00b"])
+def test_plain_text_is_one_printable_line_that_can_be_encoded(text):
+    assert plain(text).isprintable() and plain(text).encode() and plain(text)[0] + plain(text)[-1] == "ab"

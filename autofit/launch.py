@@ -248,8 +248,11 @@ class Launcher:
         foreign_before, kills_before = self._foreign(()), oom_kills()
         watch = _Watch(self, folder, time_limit, host_budget, began)
         try:
-            self._order(do="start", how=how, folder=str(folder), options=list(options))
-            code, left = watch.until_end()
+            for _ in range(2):
+                self._order(do="start", how=how, folder=str(folder), options=list(options))
+                code, left = watch.until_end()
+                if code is not None or watch.started:
+                    break  # else the server was dying when it was told, which is nothing that the probe did
         except BaseException:  # Ctrl-C: the child must not outlive its probe, nor its end be taken for the next one's
             self.close()
             raise
@@ -307,6 +310,10 @@ class _Watch:
         self._asked_where: float | None = None  # when a child that is late was asked where it hangs
         self.host_peak: int | None = None
         self.timed_out = self.over_host_budget = False
+
+    @property
+    def started(self) -> bool:
+        return self._pid is not None
 
     def until_end(self) -> tuple[int | None, int]:
         """(exit code, processes left behind). The code is None when the server died with the child."""

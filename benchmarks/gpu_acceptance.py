@@ -169,7 +169,7 @@ class Bench:
         with Witness(self._nvml, self._machine.device_id) as witness:
             ended = self._launcher.probe(request, how=how, time_limit=TIME_LIMIT)
         if ended.reply.failure is not None and ended.reply.outcome is not Outcome.DEVICE_OOM:
-            print(ended.reply.failure.traceback, file=sys.stderr)
+            print(ended.reply.failure.traceback[-2000:], file=sys.stderr)
         return {"shape": asdict(shape), "start": how, **read_ended(ended), **read_witness(witness, ended)}
 
 

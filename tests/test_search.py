@@ -6,7 +6,7 @@ from pathlib import Path
 
 import optuna
 import pytest
-from landscapes import BASELINE, MACHINE, Landscape, make_description
+from landscapes import MACHINE, Landscape, make_description
 
 from autofit.launch import Ended
 from autofit.records import Candidate, Failure, ModelTask, Outcome, Reply, Speed, Task
@@ -38,7 +38,11 @@ class MadeUpLauncher:
             arguments = json.loads((folder / "training_args.json").read_text())
             if (folder / "model_kwargs.json").exists():
                 kwargs = json.loads((folder / "model_kwargs.json").read_text())
-            logits = "argmax" if (folder / "snippet.py").exists() and "argmax" in (folder / "snippet.py").read_text() else "full"
+            logits = (
+                "argmax"
+                if (folder / "snippet.py").exists() and "argmax" in (folder / "snippet.py").read_text()
+                else "full"
+            )
         values = candidate_values({**arguments, "activation_checkpointing": arguments["activation_checkpointing"]})
         candidate = Candidate({**values, "attention": kwargs.get("attn_implementation", "sdpa"), "logits": logits})
         m = self.landscape.measure(candidate, "baseline" if request.schedule.evaluate else "train")
@@ -91,7 +95,9 @@ def test_the_winner_is_confirmed_from_its_files_in_fresh_processes_beside_the_ba
     from_files = [r for r, _ in confirmations if r.files]
     assert len(from_files) >= 2
     assert all(r.arguments == {} and r.model_kwargs == {} for r in from_files)
-    assert best.gain == pytest.approx(landscape.train_rate(best.candidate) / landscape.train_rate(landscape.space.baseline))
+    assert best.gain == pytest.approx(
+        landscape.train_rate(best.candidate) / landscape.train_rate(landscape.space.baseline)
+    )
     assert best.gain > 1.2
 
 
@@ -131,7 +137,9 @@ def test_a_winner_that_fails_its_confirmation_gives_way_to_the_next_best(tmp_pat
     def twist(request, reply):
         if request.files and not spoiled:
             spoiled.append(json.loads((Path(request.files) / "training_args.json").read_text()))
-            return replace(reply, outcome=Outcome.DEVICE_OOM, train_speed=None, failure=Failure("save", 3, "OOM", "out of memory"))
+            return replace(
+                reply, outcome=Outcome.DEVICE_OOM, train_speed=None, failure=Failure("save", 3, "OOM", "out of memory")
+            )
         return reply
 
     best, _ = decide(make_search(tmp_path, landscape, MadeUpLauncher(landscape, twist)), tmp_path)

@@ -131,17 +131,20 @@ class Server:
         return process.pid
 
     def _reap(self) -> None:
-        """Collect ended children; when the probe itself has ended, kill whatever it has left behind."""
+        """Collect ended children; when the probe itself has ended, kill whatever it has left behind, and tell."""
+        ended = None
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
                 if pid == 0:
-                    return
+                    break
                 if pid == self._child:
                     self._child = None
-                    left = self._kill_descendants()
+                    left = self._kill_descendants()  # collected next
                     code = os.waitstatus_to_exitcode(status)
-                    self._tell(did="end", pid=pid, code=code, max_rss_bytes=usage.ru_maxrss * 1024, left_behind=left)
+                    ended = {"pid": pid, "code": code, "max_rss_bytes": usage.ru_maxrss * 1024, "left_behind": left}
+        if ended is not None:
+            self._tell(did="end", **ended)
 
     def _kill_descendants(self) -> int:
         """SIGKILL everything below this process, whatever session it has moved to. Returns how many there were."""

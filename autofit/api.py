@@ -4,8 +4,6 @@ A search goes through preflight, description, probes and confirmation, and leave
 probes and `emission` for the files.
 """
 
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +25,7 @@ from autofit.study import preflight
 from autofit.study.listener import Listener
 from autofit.units import parse_seconds
 from autofit.workloads.model_task import make_model_task
-from autofit.workloads.script_task import make_script_task
+from autofit.workloads.script_task import make_script_task, redact
 
 if TYPE_CHECKING:
     import pandas
@@ -107,7 +105,7 @@ def search(*, listener: Listener | None = None, **options: Any) -> Result:
     chosen = Options(**options)
     listener = listener or Listener()
     began = time.monotonic()
-    with _prepared(chosen, listener, began) as prepared, _terminable():
+    with _prepared(chosen, listener, began) as prepared:
         try:
             return prepared.run()
         except KeyboardInterrupt:
@@ -252,16 +250,17 @@ def _prepared(options: Options, listener: Listener, began: float) -> Iterator[_P
     facts: list[str] = []
     task = _make_task(options, machine, facts)
     budget = preflight.make_budget(options.budget, options.host_budget, options.headroom, machine, facts.append)
-    path = Path(options.out) if options.out is not None else RUNS_FOLDER / run_name(task, budget, machine)
+    path = Path(options.out) if options.out is not None else RUNS_FOLDER / run_name(redact(task), budget, machine)
+    shown = redact(task)
     run = {
-        "identity": identity(task, budget, machine),
-        "command": " ".join(options.command) if options.command else f"--model {options.model}",
-        "task": codec.to_json_value(task),
+        "identity": identity(shown, budget, machine),
+        "command": " ".join(shown.script.command) if shown.script else f"--model {options.model}",
+        "task": codec.to_json_value(shown),
         "machine": codec.to_json_value(machine),
         "budget": codec.to_json_value(budget),
     }
     with RunDirectory.open(path, run) as directory, Launcher(machine, listener.probe_progressed) as launcher:
-        listener.prepared(task, machine, budget, str(path), len(directory.measurements))
+        listener.prepared(shown, machine, budget, str(path), len(directory.measurements))
         for fact in facts:
             listener.said(fact)
         prepared = _Prepared(options, listener, began, task, machine, budget, directory, launcher)
@@ -341,20 +340,3 @@ def _row(m: Measurement) -> dict[str, Any]:
         "seconds": m.seconds,
         "failure": f"{m.failure.phase}: {m.failure.kind}" if m.failure else None,
     }
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends a search as Ctrl-C does. Only the main thread may listen."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

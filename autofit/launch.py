@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -28,9 +29,11 @@ from autofit import codec
 from autofit.errors import RunDirectoryError
 from autofit.failure import classify_exit
 from autofit.harness import server as server_module
+from autofit.harness.trainer_hooks import OUTPUT_FOLDER
 from autofit.harness.worker import REQUEST_FILE
 from autofit.machine import Nvml, oom_kills, tree_bytes
 from autofit.records import Failure, Machine, Outcome, Reply, Request
+from autofit.workloads.script_task import redact
 
 POLL_SECONDS = 0.25
 WHERE_SECONDS = 1.0  # for a hanging child to print where it hangs, before it is killed
@@ -241,7 +244,8 @@ class Launcher:
         folder.mkdir(parents=True, exist_ok=True)
         for name in CHILD_FILES:
             (folder / name).unlink(missing_ok=True)
-        (folder / REQUEST_FILE).write_bytes(codec.encode(request))
+        redacted = dataclasses.replace(request, task=redact(request.task))
+        _write_privately(folder / REQUEST_FILE, codec.encode(request))
         if options or not (self._trusted or trusted):
             how = "fresh"
         began = time.monotonic()
@@ -256,6 +260,10 @@ class Launcher:
         except BaseException:  # Ctrl-C: the child must not outlive its probe, nor its end be taken for the next one's
             self.close()
             raise
+        finally:
+            with contextlib.suppress(OSError):  # the child may have deleted its folder
+                _write_privately(folder / REQUEST_FILE, codec.encode(redacted))
+        shutil.rmtree(folder / OUTPUT_FOLDER, ignore_errors=True)  # checkpoints: gigabytes that nobody needs
         foreign = _change(foreign_before, self._foreign(()))
         killed_by_system = None if kills_before is None else (oom_kills() or 0) > kills_before
         reply = self._read_reply(folder) or watch.explain(code, killed_by_system)
@@ -439,6 +447,12 @@ def _kill_marked(mark: str) -> None:
         if not found:
             return
         time.sleep(0.05)
+
+
+def _write_privately(path: Path, data: bytes) -> None:
+    """Write a file that only this user may read: while the child runs, it holds the user's whole command line."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
 
 
 def _check_echo(reply: Reply, request: Request, expected: dict[str, Any] | None) -> None:

@@ -5,16 +5,19 @@ workload itself imports, and forks. Measured, in one run and in turn, so that bo
 MiniLM (text classification, rows of 64 tokens, effective batch 8) on the CPU, one thread in each child, 5 probes each
 way, for every one of them
 
-    first step   seconds from the request to the first optimizer step
+    before       seconds from the request to the beginning of the first optimizer step, as the child's progress tells
+    first step   seconds from the request to the end of that step, which takes equally long both ways
     overhead     seconds from the request to the child's end, less what it spent in optimizer steps and evaluations
 
-The ratio is that of the medians; ranges are the lowest and the highest. What the server itself costs, once, is told too.
+The claim is about the first. Ratios are those of the medians; ranges are the lowest and the highest. What the server
+itself costs, once, is told too.
 
     python benchmarks/probe_overhead.py             about a minute; writes results/probe_overhead.json
     python benchmarks/probe_overhead.py --check     the same, and ends with 1 where the claim does not hold
     python benchmarks/probe_overhead.py --quick     2 probes each way
 """
 
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -30,6 +33,7 @@ LIMIT_RATIO = 5.0
 WAYS = ("fresh", "fork")
 PROBE = Schedule(timed_steps=0)  # worst-case steps and evaluation; how long a probe measures is not asked here
 TIME_LIMIT = 120.0
+FIGURES = {"before_first_step": "before the first step", "first_step": "first step done", "overhead": "overhead"}
 
 
 def measure(repeats: int) -> dict[str, Any]:
@@ -46,22 +50,15 @@ def measure(repeats: int) -> dict[str, Any]:
         ]
         import_seconds = launcher.import_seconds
     ways = {
-        how: {
-            name: common.summarize([sample[name] for sample in samples if sample["how"] == how])
-            for name in ("first_step_seconds", "overhead_seconds")
-        }
+        how: {name: common.summarize([s[f"{name}_seconds"] for s in samples if s["how"] == how]) for name in FIGURES}
         for how in WAYS
     }
-    first_step, overhead = (
-        ways["fresh"][name]["median"] / ways["fork"][name]["median"]
-        for name in ("first_step_seconds", "overhead_seconds")
-    )
+    ratios = {name: ways["fresh"][name]["median"] / ways["fork"][name]["median"] for name in FIGURES}
     return {
-        "claim": f"the first step comes at least {LIMIT_RATIO:.0f} times sooner from the warm server",
-        "holds": first_step >= LIMIT_RATIO,
-        "first_step_ratio": first_step,
-        "overhead_ratio": overhead,
-        "ways": ways,
+        "claim": f"a probe from the warm server costs at least {LIMIT_RATIO:.0f} times less before its first step",
+        "holds": ratios["before_first_step"] >= LIMIT_RATIO,
+        "ratios": ratios,
+        "seconds": ways,
         "server_import_seconds": import_seconds,
         "server_modules": modules,
         "threads": 1,
@@ -88,6 +85,7 @@ def measure_once(launcher: Launcher, request: Request, how: str) -> dict[str, An
         raise RuntimeError(f"a {how} probe ended with {reply.outcome.value}: {reply.failure}")
     return {
         "how": how,
+        "before_first_step_seconds": read_first_step(Path(request.folder) / "progress.jsonl"),
         "first_step_seconds": reply.first_step_seconds,
         "overhead_seconds": ended.seconds - reply.measured_seconds,
         "seconds": ended.seconds,
@@ -95,13 +93,17 @@ def measure_once(launcher: Launcher, request: Request, how: str) -> dict[str, An
     }
 
 
+def read_first_step(path: Path) -> float:
+    """Seconds from the request to the beginning of the first optimizer step."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return next(line["seconds"] for line in lines if line["phase"] == "train" and line["step"] == 1)
+
+
 def print_table(results: dict[str, Any]) -> None:
-    print(f"{'':8}{'to the first step':28}{'overhead':28}")
-    for how, figures in results["ways"].items():
-        row = [common.format_seconds(figures[name]) for name in ("first_step_seconds", "overhead_seconds")]
-        print(f"{how:8}{row[0]:28}{row[1]:28}")
-    row = [common.format_ratio(results[name]) for name in ("first_step_ratio", "overhead_ratio")]
-    print(f"{'ratio':8}{row[0]:28}{row[1]:28}")
+    print(f"{'':8}" + "".join(f"{title:26}" for title in FIGURES.values()).rstrip())
+    for how, figures in results["seconds"].items():
+        print(f"{how:8}" + "".join(f"{common.format_seconds(figures[name]):26}" for name in FIGURES).rstrip())
+    print(f"{'ratio':8}" + "".join(f"{common.format_ratio(results['ratios'][name]):26}" for name in FIGURES).rstrip())
     print(f"the server's own imports, once: {results['server_import_seconds']:.1f} s")
 
 
@@ -111,8 +113,8 @@ def main() -> int:
     common.write_results(common.results_path(options), results)
     print_table(results)
     verdict = common.format_verdict(results["holds"])
-    ratio = common.format_ratio(results["first_step_ratio"])
-    print(f"fresh / fork to the first step: {ratio}; at least {LIMIT_RATIO:.0f}×: {verdict}")
+    ratio = common.format_ratio(results["ratios"]["before_first_step"])
+    print(f"fresh / fork before the first step: {ratio}; at least {LIMIT_RATIO:.0f}×: {verdict}")
     return 1 if options.check and not results["holds"] else 0
 
 

@@ -131,10 +131,12 @@ def test_probe_overhead_runs_and_its_figures_are_those_of_its_samples(tmp_path):
     assert told.returncode == 0, told.stdout + told.stderr
     result = json.loads(out.read_text())
     assert [sample["how"] for sample in result["samples"]] == ["fresh", "fork", "fork", "fresh"]
-    fresh, fork = (result["ways"][how]["first_step_seconds"]["median"] for how in ("fresh", "fork"))
+    for sample in result["samples"]:
+        assert 0 < sample["before_first_step_seconds"] < sample["first_step_seconds"] < sample["seconds"]
+    fresh, fork = (result["seconds"][how]["before_first_step"]["median"] for how in ("fresh", "fork"))
     assert 0 < fork < fresh
-    assert result["first_step_ratio"] == pytest.approx(fresh / fork)
-    assert f"{result['first_step_ratio']:.1f}×" in told.stdout.splitlines()[-1]
+    assert result["ratios"]["before_first_step"] == pytest.approx(fresh / fork)
+    assert f"{fresh / fork:.1f}×" in told.stdout.splitlines()[-1]
 
 
 @pytest.mark.long

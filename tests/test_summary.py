@@ -93,6 +93,7 @@ def test_a_projected_evaluation_peak_is_marked_and_a_measured_one_is_not():
     assert (large.eval_bytes, large.eval_projected) == (380 * MB, True)
     assert (small.eval_bytes, small.eval_projected) == (310 * MB, False)
     assert not is_projected(probe(3, LARGE, evaluate=310))
+    assert not is_projected(probe(3, LARGE, evaluate=310, projected=310))
     notes = summarize(measurements, selection(None), BUDGET, "").notes
     assert any(note.startswith("~ projected") for note in notes)
     assert not any("projected" in n for n in summarize(measurements[1:], selection(None), BUDGET, "").notes)
@@ -118,6 +119,17 @@ def test_there_is_no_gain_over_a_baseline_that_does_not_fit():
         probe(2, LARGE, rates=(40.0,)),
     ]
     assert [r.gain for r in rows_of(over, selection(None, baseline_outcome=Outcome.OVER_BUDGET))] == [None, None]
+
+
+@pytest.mark.parametrize("first", [Outcome.FITS, Outcome.DEVICE_OOM])
+def test_there_is_no_gain_where_only_one_of_the_baselines_probes_fits(first):
+    last = Outcome.DEVICE_OOM if first is Outcome.FITS else Outcome.FITS
+    measurements = [
+        probe(1, BASELINE, "baseline", first, rates=(20.0,)),
+        probe(2, LARGE, rates=(40.0,)),
+        probe(3, BASELINE, "confirm-baseline", last, rates=(20.0,)),
+    ]
+    assert row_of(LARGE, measurements, selection(None, baseline_outcome=first)).gain is None
 
 
 def test_what_does_not_fit_has_a_speed_where_it_ran_and_never_a_gain():
@@ -162,6 +174,16 @@ def test_a_budget_that_was_only_judged_is_said_to_be():
     assert notes["none"] == ()
 
 
+def test_notes_are_told_only_where_they_apply():
+    calm = [probe(1, BASELINE, "baseline", rates=(20.0,))]
+    assert summarize(calm, selection(choice(BASELINE, 20.0, None)), BUDGET, "").notes == ()
+    disturbed = [probe(1, BASELINE, "baseline", Outcome.CONTAMINATED, rates=(20.0,))]
+    (note,) = summarize(disturbed, selection(choice(BASELINE, 20.0, None)), BUDGET, "").notes
+    assert note.startswith("contaminated: ")
+    measurements, chosen = usual()
+    assert any("gain of the chosen" in note for note in summarize(measurements, chosen, BUDGET, "").notes)
+
+
 # The answer
 
 
@@ -194,6 +216,15 @@ def test_what_was_probed_in_training_only_is_not_the_nearest_that_fits():
     measurements, chosen = failing_baseline()
     first, _ = answer(chosen, [m for m in measurements if m.candidate != SMALL], BUDGET)
     assert "nearest that fits: batch 32×1, eval batch 2" in first
+
+
+def test_of_the_nearest_that_fit_the_fastest_is_named():
+    measurements, chosen = failing_baseline()
+    faster = probe(5, BASELINE.but(precision="bf16", optim="sgd"), rates=(12.3,), train=250, evaluate=250)
+    assert (
+        "nearest that fits: precision bf16, optim sgd, 12.3 samples/s"
+        in answer(chosen, [*measurements, faster], BUDGET)[0]
+    )
 
 
 def test_a_baseline_over_budget_is_told_with_its_peak():

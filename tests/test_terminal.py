@@ -12,15 +12,8 @@ from rich.console import Console
 
 from autofit.launch import Progress
 from autofit.records import Candidate, Failure, ModelTask, Outcome, ScriptTask, Task
-from autofit.report.terminal import (
-    TerminalListener,
-    draw_plan,
-    draw_result,
-    make_console,
-    probe_parts,
-    shown_path,
-    timing_text,
-)
+from autofit.report.tables import draw_plan, draw_result, shown_path, timing_text
+from autofit.report.terminal import TerminalListener, make_console, probe_parts
 
 HOSTILE = "[bold red]x[/bold red] [link=http://a]y[/link] :smile: [/] \x1b[31m\r\x07\u202e"
 MODEL = Task(model=ModelTask("bert-base-uncased", {}, "text-classification", 32, "float32", 1000, seq_len=128))
@@ -203,6 +196,14 @@ def test_before_anything_fits_there_is_no_best_so_far():
     assert not any("best" in part for part in probe_parts(failed, None, BASELINE, "MB"))
 
 
+def test_a_disturbed_probe_says_by_what():
+    disturbed = replace(
+        probe(1, LARGE, outcome=Outcome.CONTAMINATED), notes=("rows: sampled", "waited 30% of the time")
+    )
+    parts = probe_parts(disturbed, None, BASELINE, "MB")
+    assert "waited 30% of the time" in parts and "rows: sampled" not in parts
+
+
 @pytest.mark.parametrize("width", [60, 120])
 def test_the_head_tells_the_task_the_machine_and_what_the_budget_counts(width):
     text = words(listen(console_of(width), []))
@@ -237,7 +238,7 @@ def test_a_default_budget_is_said_to_be_one():
 
 def test_a_terminal_shows_where_the_running_probe_is_on_one_line_that_is_removed(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    console = Console(file=Screen(), width=60, force_terminal=True, color_system=None)
+    console = Console(file=Screen(), width=64, force_terminal=True, color_system=None)
     listener = TerminalListener(console)
     listener.prepared(MODEL, MACHINE, BUDGET, "runs/x", 0)
     listener.described(DESCRIPTION, BASELINE, 540)
@@ -246,7 +247,7 @@ def test_a_terminal_shows_where_the_running_probe_is_on_one_line_that_is_removed
     listener.probe_progressed(Progress("evaluate", 4, 12.5, 1200 * MB))
     nothing, first, last = console.file.getvalue().removeprefix(head).split("\r\x1b[2K")
     assert (nothing, first) == ("", "0001 train · about 1 min 0 s left · batch 32×1 · why")
-    assert last == "0001 train · evaluation step 4 · 12 s"  # the next part, host memory, has no room
+    assert last == "0001 train · evaluate step 4 · 12 s · host 1.20 GB of 12.0 GB"  # the rest has no room
     listener.probe_ended(probe(1, LARGE, rates=(40.0,)), None)
     assert console.file.getvalue().removeprefix(head).split(last)[1].startswith("\r\x1b[2K0001  train: ")
 

@@ -64,7 +64,7 @@ def run(argv: Sequence[str]) -> int:
 def run_search(*, dry_run: bool, as_json: bool, quiet: bool, **options: Any) -> None:
     """Search or plan, and print the answer. With `as_json` stdout gets one JSON object and nothing else."""
     from autofit import api
-    from autofit.report import terminal
+    from autofit.report import tables, terminal
 
     if options["model"] is None and options["command"] is None:
         raise UsageError(
@@ -85,9 +85,9 @@ def run_search(*, dry_run: bool, as_json: bool, quiet: bool, **options: Any) -> 
         console.file.write(_plan_json(found) if dry_run else _result_json(found))
         console.file.flush()
     elif dry_run:
-        terminal.draw_plan(found, console)
+        tables.draw_plan(found, console)
     else:
-        terminal.draw_result(found, console)
+        tables.draw_result(found, console)
 
 
 def _parse(argv: list[str]) -> Any:

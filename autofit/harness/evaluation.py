@@ -2,7 +2,8 @@
 
 Trainer keeps the outputs of every step and concatenates them to what it has, so that old and new arrays exist at once:
 the peak is twice the array. `eval_accumulation_steps` moves what has accumulated to the host, where the same happens
-again; `eval_do_concat_batches=False` keeps a list and has no copy. Rows are padded to the longest seen.
+again; `eval_do_concat_batches=False` keeps a list and has no copy. NumPy has no bfloat16, so on the host such outputs
+are copies of twice the size. Rows are padded to the longest seen.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ class AccumulationLog:
 
     def __init__(self) -> None:
         self._made = 0
-        self.bytes_per_row: dict[str, float] = {}
+        self.bytes_per_row: dict[str, float] = {}  # as the device holds them
+        self.host_bytes_per_row: dict[str, float] = {}  # as NumPy holds them
 
     def install(self, trainer_module: Any) -> None:
         """`trainer_module` is `transformers.trainer`, which looks its container class up by name at every evaluation."""
@@ -38,12 +40,14 @@ class AccumulationLog:
         trainer_module.EvalLoopContainer = CountingContainer
 
     def _count(self, output: str, tensors: Any) -> None:
-        rows = size = 0
+        rows = size = host_size = 0
         for tensor in _tensors(tensors):
             rows = max(rows, tensor.shape[0] if tensor.dim() else 1)
             size += tensor.numel() * tensor.element_size()
+            host_size += tensor.numel() * (4 if str(tensor.dtype) == "torch.bfloat16" else tensor.element_size())
         if rows:
-            self.bytes_per_row[output] = max(self.bytes_per_row.get(output, 0.0), size / rows)
+            for known, value in ((self.bytes_per_row, size), (self.host_bytes_per_row, host_size)):
+                known[output] = max(known.get(output, 0.0), value / rows)
 
 
 def project(
@@ -53,6 +57,7 @@ def project(
     first_step_peak: int,
     measured_peak: int,
     outputs: dict[str, float],
+    host_outputs: dict[str, float],
     rows_measured: int,
     rows_total: int,
     batch: int,
@@ -66,19 +71,28 @@ def project(
     the CPU, so that device and host arrays share one memory. The projection is linear in rows; what the metrics function
     itself allocates is contained only as far as it was measured.
     """
-    per_row = sum(outputs.values())
+    per_row, host_per_row = sum(outputs.values()), sum(host_outputs.values())
     step = max(first_step_peak - base_bytes - per_row * min(batch, rows_measured), 0)
-    whole = per_row * rows_total
     copies = 2 if concatenates else 1
+    # What accumulates on the device before it is moved, and what the move makes of it: arrays share the memory of
+    # tensors on the CPU, save where they are converted.
     flushed = per_row * min(rows_total, (accumulation_steps or rows_total) * batch)
-    kept = whole if on_host else flushed
-    device = base_bytes + max(step + kept, copies * kept)
-    host = whole * (copies if accumulation_steps else 1)
+    whole = host_per_row * rows_total
+    converted = sum(size for name, size in host_outputs.items() if size != outputs[name]) * rows_total
+    device = base_bytes + max(step + flushed, copies * flushed)
+    if not on_host:
+        host = whole * (copies if accumulation_steps else 1)
+    elif accumulation_steps:
+        host = copies * whole
+        device = base_bytes + max(step + flushed + whole, copies * whole)
+    else:
+        host = whole
+        device = max(device, base_bytes + flushed + converted)
     return EvaluationGrowth(
         rows_measured=rows_measured,
         rows_total=rows_total,
         device_bytes_per_row=per_row,
-        host_bytes_per_row=per_row,
+        host_bytes_per_row=host_per_row,
         projected_process_bytes=int(max(device, measured_peak)),
         projected_host_bytes=int(host),
         outputs=dict(outputs),

@@ -5,9 +5,12 @@ the next step, for an evaluation or a checkpoint through the Trainer's own contr
 rows decide memory; windows over the same typical rows decide speed, the device synchronised at their edges only.
 """
 
+import dataclasses
 import math
+import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,8 +62,7 @@ class Phases(TrainerCallback):
         self._losses: list[torch.Tensor] = []
         self._rows_now = self._most_rows = 0
         self._skipped_before = 0  # of the steps whose losses have been looked at
-        self._gradient_norm: float | None = None
-        self._watch_gradients = False
+        self._watch_gradients, self._gradient_seen = True, False
         self._first_prediction_peak: int | None = None
         self._command = STEP
         self._step_began = 0.0
@@ -151,10 +153,10 @@ class Phases(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._recorder.phase = "optimizer"
-        if self._watch_gradients:
-            gradients = [p.grad for p in self._trainer.model.parameters() if p.grad is not None]
-            norms = [torch.linalg.vector_norm(g.float()) for g in gradients]
-            self._gradient_norm = torch.stack(norms).norm().item() if norms else 0.0
+        if self._watch_gradients and not self._gradient_seen:
+            gradients = (p.grad for p in self._trainer.model.parameters() if p.grad is not None)
+            # `any` looks for a value that is not zero, without a copy of the gradient.
+            self._gradient_seen = any(bool((g._values() if g.is_sparse else g).any()) for g in gradients)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         self.measured_seconds += time.perf_counter() - self._step_began
@@ -196,24 +198,31 @@ class Phases(TrainerCallback):
         """Starts at the end of the first optimizer step."""
         began = time.perf_counter()
         yield from self._worst_case_steps()
-        live_bytes = yield from self._health_step()
+        self._watch_gradients = False
+        self._check_batch()
+        if not self._gradient_seen:
+            raise InvalidProbe("no_gradient", "no gradient reaches a trainable parameter")
+        self._check_losses()
         evaluating = self._schedule.evaluate and self._eval_set is not None
         if evaluating:
-            self._close("train", began, live_bytes)
+            self._close("train", began)
             yield from self._worst_case_evaluation()
             began = self._open("train-again")
             yield STEP
         if self._schedule.timed_steps:
             yield from self._timed_windows()
         self._check_losses()
-        self._close("train-again" if evaluating else "train", began, None if evaluating else live_bytes)
+        self._close("train-again" if evaluating else "train", began)
         if evaluating and self._eval_rows_timed:
             yield from self._timed_evaluation()
         if self._schedule.save:
             began = self._open("save")
             yield SAVE
             self._close("save", began)
+            for checkpoint in Path(self._trainer.args.output_dir).glob("checkpoint-*"):
+                shutil.rmtree(checkpoint, ignore_errors=True)  # written to be measured; as large as model and optimizer
         self._check_parameters()
+        yield from self._live_step()
         yield STOP
 
     _phase = "train"
@@ -224,12 +233,12 @@ class Phases(TrainerCallback):
         self._meter.begin_phase()
         return time.perf_counter()
 
-    def _close(self, phase: str, began: float, allocated_bytes: int | None = None) -> PhaseRecord:
+    def _close(self, phase: str, began: float) -> PhaseRecord:
         peaks = self._meter.peaks()
         record = PhaseRecord(
             phase,
             time.perf_counter() - began,
-            peaks.allocated_bytes if allocated_bytes is None else allocated_bytes,
+            peaks.allocated_bytes,
             peaks.reserved_bytes,
             peaks.process_bytes,
             peaks.retries,
@@ -247,18 +256,25 @@ class Phases(TrainerCallback):
                 return
             last = peak
 
-    def _health_step(self) -> Iterator[str]:
-        """One untimed step in which live bytes, gradients and finiteness are read. Returns the live bytes' peak."""
-        self._watch_gradients = True
+    def _live_step(self) -> Iterator[str]:
+        """One step in which live bytes are counted, where that is not done all the time.
+
+        Counting takes memory of its own (a fifth of a small model's), so it comes last, when every peak has been read and
+        the cap is no longer needed.
+        """
+        self._meter.release()
+        self._phase = "train"
+        if self._sampler is not None and not self._uniform:
+            self._sampler.kind = "worst"
+            while self._sampler.kinds[self.steps + self.skipped :][:1] not in (["worst"], []):
+                yield STEP
         with self._meter.live_window() as live_bytes:
             yield STEP
-        self._watch_gradients = False
-        self._check_batch()
-        if self._gradient_norm == 0.0:
-            raise InvalidProbe("no_gradient", "no gradient reaches a trainable parameter")
-        self._check_losses()
-        self._check_parameters()
-        return live_bytes()
+        peak = live_bytes()
+        if peak is not None:
+            self.records = [
+                dataclasses.replace(r, allocated_bytes=peak) if r.name == "train" else r for r in self.records
+            ]
 
     def _timed_windows(self) -> Iterator[str]:
         if self._sampler is not None:
@@ -303,6 +319,7 @@ class Phases(TrainerCallback):
             first_step_peak=self._first_prediction_peak or base,
             measured_peak=record.process_bytes or 0,
             outputs=self._accumulated.bytes_per_row,
+            host_outputs=self._accumulated.host_bytes_per_row,
             rows_measured=count,
             rows_total=plan.total,
             batch=batch,
@@ -367,8 +384,11 @@ class Phases(TrainerCallback):
         self._losses.clear()
 
     def _check_parameters(self) -> None:
-        for name, parameter in self._trainer.model.named_parameters():
-            if parameter.requires_grad and not bool(torch.isfinite(parameter.detach()).all()):
+        trainable = [(name, p.detach()) for name, p in self._trainer.model.named_parameters() if p.requires_grad]
+        # The norm passes on what is no number, and makes no copy as `isfinite` does.
+        largest = [(name, torch.linalg.vector_norm(p, ord=math.inf)) for name, p in trainable if p.numel()]
+        for name, value in largest:
+            if not math.isfinite(value.item()):
                 raise InvalidProbe(
                     "nonfinite_parameters", f"{name} holds values that are no numbers after {self.steps} steps"
                 )

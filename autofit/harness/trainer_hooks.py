@@ -26,6 +26,8 @@ from autofit.machine import run_delay_seconds
 from autofit.records import Failure, Outcome, Reply, Request
 from autofit.trainer_args import installed_name, probe_overrides
 
+OUTPUT_FOLDER = "output"  # in the probe's folder, in place of the user's output_dir; gone when the probe has ended
+
 
 class Harness:
     """One child's hold on the Trainer."""
@@ -40,6 +42,7 @@ class Harness:
         self._user_resolved: dict[str, Any] = {}
         self._phases: Any = None
         self._notes: list[str] = []
+        self._output = str(Path(request.folder) / OUTPUT_FOLDER)
         self.trainer_seen = False
 
     def install(self) -> None:
@@ -58,7 +61,7 @@ class Harness:
         @functools.wraps(original_init)
         def construct(trainer: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
             if args is None:
-                args = module.TrainingArguments(output_dir=harness._request.folder)
+                args = module.TrainingArguments(output_dir=harness._output)
             harness._apply(args)
             original_init(trainer, model, args, *rest, **kwargs)
             harness._own_optimizer = trainer.optimizer is not None
@@ -91,7 +94,7 @@ class Harness:
             from autofit.harness import phases
 
             overrides |= probe_overrides(
-                self._request.folder, {**self._user_resolved, **overrides}, fields, phases.PLANNED_STEPS
+                self._output, {**self._user_resolved, **overrides}, fields, phases.PLANNED_STEPS
             )
             if self._request.device == "cpu":
                 overrides[installed_name("use_cpu", fields)] = True

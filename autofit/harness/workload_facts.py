@@ -8,6 +8,7 @@ from autofit.harness import rows
 from autofit.harness.device_meter import tensor_bytes
 from autofit.logits import REDUCTIONS
 from autofit.records import Description, Request
+from autofit.trainer_args import SECRETS
 
 # Packages whose modules the server may import once for all children: they run no code of the user's.
 LIBRARIES = ("accelerate", "datasets", "numpy", "peft", "safetensors", "sympy", "tokenizers", "torch", "transformers")
@@ -40,7 +41,9 @@ def describe(trainer: Any, given: dict[str, Any], resolved: dict[str, Any], requ
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return Description(
         arguments=given,
-        resolved={k: v for k, v in resolved.items() if isinstance(v, (bool, int, float, str, type(None)))},
+        resolved={
+            k: v for k, v in resolved.items() if isinstance(v, (bool, int, float, str, type(None))) and k not in SECRETS
+        },
         fields=tuple(f.name for f in dataclasses.fields(trainer.args) if f.init),
         model_class=type(_base(model)).__name__,
         parameters=sum(p.numel() for p in parameters),

@@ -196,6 +196,8 @@ def _notes(rows: Sequence[Row], measurements: Sequence[Measurement], selection: 
         notes.append("~ projected from the growth per row to the whole evaluation set")
     if any(row.fits and not fits_whole(row, rows) for row in rows):
         notes.append("without an eval peak: probed in training only, fits there")
-    if any(row.gain is not None and row.role and row.role != "yours" for row in rows):
+    if any(row.outcome is Outcome.CONTAMINATED for row in rows):
+        notes.append("contaminated: others used the machine while it was timed, so its speed says little")
+    if any(row.gain is not None and row.role and "yours" not in row.role for row in rows):
         notes.append("the gain of the chosen is the confirmation's, where it ran in turn with your settings")
     return notes + [plain(note) for note in selection.notes]

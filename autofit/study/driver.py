@@ -321,7 +321,9 @@ class Search:
         best = self._best_so_far()
         if best is measurement and not measurement.purpose.startswith("confirm"):
             folder = self._directory.path / PROVISIONAL
-            with contextlib.suppress(OSError):  # a full disk is told of by the journal, which the search cannot do without
+            with contextlib.suppress(
+                OSError
+            ):  # a full disk is told of by the journal, which the search cannot do without
                 write_files(folder, best.candidate, self.space.baseline, self._description, self._machine.device)
 
     def _stopped(self, also_kept: int = 0) -> bool:

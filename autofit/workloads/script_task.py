@@ -1,13 +1,15 @@
 """From the user's command line to a `ScriptTask`: which interpreter, which script or module, which arguments."""
 
+import dataclasses
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from autofit.errors import UsageError
-from autofit.records import ScriptTask, digest
+from autofit.records import ScriptTask, Task, digest
 
 _WITH_VALUE = ("-X", "-W")
 _LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
@@ -39,6 +41,28 @@ def make_script_task(command: tuple[str, ...]) -> tuple[ScriptTask, list[str]]:
             raise UsageError(f"there is no script {rest[0]!r} in {os.getcwd()}; check the path")
     source = where.read_bytes().decode(errors="replace") if where else " ".join(target)
     return ScriptTask(tuple(target), os.getcwd(), tuple(options), digest(source)), notes
+
+
+_SECRET = re.compile(r"token|secret|password|passwd|api[-_]?key|credential", re.IGNORECASE)
+REDACTED = "[redacted]"
+
+
+def redact(task: Task) -> Task:
+    """The task as it may be written to disk: values of flags that sound like secrets are left out."""
+    if task.script is None:
+        return task
+    command: list[str] = []
+    hide = False
+    for part in task.script.command:
+        name, equals, _ = part.partition("=")
+        flag = part.startswith("-")
+        if hide and not flag:
+            part = REDACTED
+        elif flag and equals and _SECRET.search(name):
+            part = f"{name}={REDACTED}"
+        command.append(part)
+        hide = flag and not equals and _SECRET.search(part) is not None
+    return Task(script=dataclasses.replace(task.script, command=tuple(command)))
 
 
 def _split_options(rest: list[str]) -> tuple[list[str], list[str]]:

@@ -12,8 +12,8 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-DEMO_BUDGET ?= 1GB
-DEMO_OPTIONS ?= --budget $(DEMO_BUDGET) --device cpu --out autofit-runs/demo
+DEMO_BUDGET ?= 580MB
+DEMO_OPTIONS ?= --budget $(DEMO_BUDGET) --device cpu --max-probes 16 --out autofit-runs/demo
 DEMO_COMMAND ?= python examples/text_classification.py
 
 # The environment is what these hold: the files that say what is installed, the interpreter, and where it stands.
@@ -48,7 +48,7 @@ $(STAMP):
 
 demo: $(STAMP)
 	@$(if $(READY),echo "install: 0 s",true)
-	$(VENV)/bin/autofit search $(DEMO_OPTIONS) -- $(DEMO_COMMAND)
+	OMP_NUM_THREADS=1 $(VENV)/bin/autofit search $(DEMO_OPTIONS) -- $(DEMO_COMMAND)
 
 test: $(STAMP)
 	$(RUN) -m pytest

@@ -206,6 +206,7 @@ class Description:
     eval_rows: int | None  # None: no evaluation set
     longest_row: int | None  # elements of the longest input of a row: tokens, or pixels
     device_facts: dict[str, Any]  # what torch says of the device: name, capability, bf16, total bytes
+    forkable: bool  # nothing was changed in the environment before torch was imported, so a fork may have imported it
     modules: tuple[str, ...]  # library modules that the workload imported, for the server to import once
     config: dict[str, Any] = field(
         default_factory=dict

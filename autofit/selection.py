@@ -79,6 +79,11 @@ def decided(a: Scored, b: Scored, min_gain: float) -> bool:
     return gap > max(noise, min_gain) or noise <= min_gain
 
 
+def beats(a: Scored, b: Scored, min_gain: float) -> bool:
+    """Whether `a` is faster than `b` beyond the noise and the indifference zone."""
+    return a.rate / b.rate - 1 > max(min_gain, _noise(a, b))
+
+
 def winner(scored: Sequence[Scored], min_gain: float) -> Scored | None:
     """The fastest; among those within the noise or the indifference zone of it, the one with the smallest peak."""
     tied = leaders(scored, min_gain, most=len(scored))
@@ -86,7 +91,7 @@ def winner(scored: Sequence[Scored], min_gain: float) -> Scored | None:
 
 
 def _noise(a: Scored, b: Scored) -> float:
-    """Gap below which two medians are a tie: the spreads of both over the square root of their windows."""
+    """Gap below which two medians are a tie: the spreads of both, each over the square root of its probes."""
     return (a.spread**2 / max(len(a.probes), 1) + b.spread**2 / max(len(b.probes), 1)) ** 0.5
 
 

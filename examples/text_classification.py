@@ -36,12 +36,12 @@ MODULES = [
     "threading", "typing", "unittest", "urllib", "xml",
 ]
 # fmt: on
-MAX_TOKENS = 128
+MAX_TOKENS = 64
 MIN_CHARACTERS = 30
 DEFAULTS = {
     "output_dir": "text-classification-out",
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 4,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
     "per_device_eval_batch_size": 8,
     "num_train_epochs": 1,
     "learning_rate": 5e-5,

@@ -54,6 +54,7 @@ def make_description(**changes) -> Description:
         "longest_row": 512,
         "device_facts": {},
         "modules": (),
+        "forkable": True,
         "config": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 30522},
     }
     return Description(**{**facts, **changes})

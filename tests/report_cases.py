@@ -65,6 +65,7 @@ DESCRIPTION = Description(
     eval_rows=10_000,
     longest_row=128,
     device_facts={},
+    forkable=True,
     modules=(),
 )
 

@@ -394,7 +394,7 @@ def _warm_up_cpu() -> None:
         optimizer.step()
 
     state = torch.get_rng_state()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
+    with torch.enable_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True):
         train()
         gc.collect()
     torch.set_rng_state(state)

@@ -7,10 +7,8 @@ rows decide memory; windows over the same typical rows decide speed, the device 
 
 import dataclasses
 import math
-import shutil
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,6 +79,8 @@ class Phases(TrainerCallback):
         self._accumulated.install(transformers.trainer)
         self._prepare_training_rows()
         self._eval_name, self._eval_set = pick_evaluation_set(trainer, self.notes)
+        if self._eval_set is not None and _overrides(trainer, "get_eval_dataloader"):
+            self.notes.append("evaluation: the script makes its own loader, whose rows and batches were kept")
         trainer.add_callback(self)
         self._wrap("training_step", self._training_step)
         self._wrap("_maybe_log_save_evaluate", self._log_save_evaluate)
@@ -219,8 +219,6 @@ class Phases(TrainerCallback):
             began = self._open("save")
             yield SAVE
             self._close("save", began)
-            for checkpoint in Path(self._trainer.args.output_dir).glob("checkpoint-*"):
-                shutil.rmtree(checkpoint, ignore_errors=True)  # written to be measured; as large as model and optimizer
         self._check_parameters()
         yield from self._live_step()
         yield STOP

@@ -8,6 +8,7 @@ killed before the next probe starts.
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -73,6 +74,9 @@ class Server:
         if action == "import":
             began = time.perf_counter()
             failed = import_all(order["modules"])
+            # What has been imported stays: a child need neither collect it nor copy its pages to mark them.
+            gc.collect()
+            gc.freeze()
             self._tell(did="import", seconds=time.perf_counter() - began, failed=failed, touched=touched_device())
         elif action == "start":
             self._child = self._fork(order["folder"]) if order["how"] == "fork" else self._spawn(order)

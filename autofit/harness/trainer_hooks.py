@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 import runpy
 import sys
 import traceback
@@ -44,10 +45,16 @@ class Harness:
         self._notes: list[str] = []
         self._output = str(Path(request.folder) / OUTPUT_FOLDER)
         self.trainer_seen = False
+        self._environment, self._environment_changed = dict(os.environ), False
 
     def install(self) -> None:
+        when_imported("torch", self._see_environment)
         when_imported("transformers.training_args", lambda module: self._given.install(module.TrainingArguments))
         when_imported("transformers.trainer", self._take_trainer)
+
+    def _see_environment(self, _: Any) -> None:
+        """What the workload sets for torch and its libraries has to be set before they are imported."""
+        self._environment_changed = dict(os.environ) != self._environment
 
     def _take_trainer(self, module: Any) -> None:
         harness, trainer_class = self, module.Trainer
@@ -201,7 +208,9 @@ class Harness:
         name = installed_name("activation_checkpointing", self._user_resolved)
         if name is not None and checkpoints_activations(trainer.model):
             self._user_resolved[name] = True
-        return describe(trainer, self._user_arguments, self._user_resolved, self._request)
+        return describe(
+            trainer, self._user_arguments, self._user_resolved, self._request, not self._environment_changed
+        )
 
     # ---- the reply ----
 

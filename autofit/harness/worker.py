@@ -9,6 +9,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,6 +36,9 @@ def run(folder: str) -> NoReturn:
     try:
         recorder.at("load")
         _run_workload(request)
+        for thread in threading.enumerate():  # as an interpreter waits for them before it ends
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
     except SystemExit as error:
         _ended(
             harness,

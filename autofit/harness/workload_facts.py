@@ -25,7 +25,9 @@ SIZES = (
 )
 
 
-def describe(trainer: Any, given: dict[str, Any], resolved: dict[str, Any], request: Request) -> Description:
+def describe(
+    trainer: Any, given: dict[str, Any], resolved: dict[str, Any], request: Request, forkable: bool
+) -> Description:
     """Facts about the workload that `trainer` is about to train. Costs no step and touches no row beyond a sample."""
     model = trainer.model
     parameters = list(model.parameters())
@@ -64,6 +66,7 @@ def describe(trainer: Any, given: dict[str, Any], resolved: dict[str, Any], requ
         modules=tuple(
             sorted(m for m in sys.modules if m.split(".")[0] in LIBRARIES and not m.startswith("torch.classes"))
         ),
+        forkable=forkable,
         config=_sizes(model),
     )
 

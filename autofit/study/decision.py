@@ -10,7 +10,7 @@ from autofit.emission import write_files
 from autofit.errors import RunDirectoryError, WorkloadError
 from autofit.knobs import KNOBS, needs_code
 from autofit.records import Candidate, Choice, Description, Machine, Measurement, Outcome
-from autofit.selection import score
+from autofit.selection import Scored, beats, score
 from autofit.study.driver import Search, choice_of
 
 BEST, WITH_CODE = "best", "best-with-code"
@@ -113,8 +113,8 @@ class Decision:
             part, other = _phase_part(candidate, phase), _phase_part(best, phase)
             if part != other:
                 history = self._search.history()
-                mine, theirs = _rate(history, part, phase), _rate(history, other, phase)
-                if mine is not None and theirs is not None and mine > theirs * (1 + self._min_gain):
+                mine, theirs = _fastest(history, part, phase), _fastest(history, other, phase)
+                if mine is not None and theirs is not None and beats(mine, theirs, self._min_gain):
                     return True
         return False
 
@@ -129,7 +129,6 @@ def _phase_part(candidate: Candidate, phase: str) -> dict:
     return {name: value for name, value in candidate.values.items() if KNOBS[name].phase == phase}
 
 
-def _rate(history: list[Measurement], part: dict, phase: str) -> float | None:
-    """Rows per second of the fastest candidate that has these values."""
-    rates = [s.rate for s in score(history, phase) if all(s.candidate.get(n) == v for n, v in part.items())]
-    return max(rates, default=None)
+def _fastest(history: list[Measurement], part: dict, phase: str) -> Scored | None:
+    """The fastest candidate that has these values."""
+    return next((s for s in score(history, phase) if all(s.candidate.get(n) == v for n, v in part.items())), None)

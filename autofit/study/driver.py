@@ -281,7 +281,7 @@ class Search:
             budget_bytes=self._budget.device_bytes,
             timed_eval_rows=self._timed_eval_rows if evaluate else 0,
         )
-        how = how or ("fresh" if self._task.script else "fork")
+        how = how or ("fork" if self._description.forkable else "fresh")
         self._listener.probe_started(folder.name, purpose, candidate, why, self.seconds_left())
         self._mirror.ask(candidate, purpose)
         ended = self._launcher.probe(

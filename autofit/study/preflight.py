@@ -11,6 +11,7 @@ from typing import Any
 
 from autofit.catalog import parse_budget
 from autofit.errors import AutofitError, DeviceError, UsageError, WorkloadError
+from autofit.harness.server import FIRST_IMPORTS
 from autofit.knobs import Space, make_space, parse_knob
 from autofit.launch import Launcher, log_tail
 from autofit.machine import available_device_bytes, available_host_bytes
@@ -88,8 +89,10 @@ def describe(task: Task, machine: Machine, launcher: Launcher, folder: Path, say
     description = ended.reply.description
     if description is None:
         raise explain_failure(task, ended.reply, folder)
-    if fork and launcher.can_fork:
-        launcher.warm(description.modules)
+    if description.forkable and launcher.can_fork:
+        launcher.warm((*FIRST_IMPORTS, *description.modules))
+    elif launcher.can_fork:
+        say("the script changes its environment before it imports torch, so every probe starts a fresh interpreter")
     check_single_process(description.resolved)
     for note in description.notes:
         say(note)

@@ -98,9 +98,9 @@ def test_a_child_that_ignores_signals_is_killed_in_time(cold_launcher, ask, scri
             time.sleep(60)
         """)
     )
-    ended = cold_launcher.probe(request, how="fresh", time_limit=2)
+    ended = cold_launcher.probe(request, how="fresh", time_limit=1)
     assert ended.reply.outcome is Outcome.TIMEOUT
-    assert ended.seconds < 2 + GRACE
+    assert ended.seconds < 1 + GRACE
     assert not alive(numbers(Path(request.task.script.directory) / "pid"))
 
 
@@ -464,6 +464,26 @@ def test_a_server_that_dies_between_probes_is_replaced_with_what_it_had_imported
         request = ask(script(source))
         assert cold_launcher.probe(request, how="fork", time_limit=LIMIT).reply.failure.kind == "no_trainer"
         assert json.loads((Path(request.task.script.directory) / "facts.json").read_text()) is True
+
+
+def test_a_module_that_cannot_be_imported_spoils_nothing_unless_it_ends_the_server(
+    cold_launcher, ask, script, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for name, source in (
+        ("raises", "1 / 0"),
+        ("exits", "raise SystemExit(3)"),
+        ("good", "value = 1"),
+        ("dies", "import os\nos._exit(3)"),
+    ):
+        (tmp_path / f"module_that_{name}.py").write_text(source)
+    cold_launcher.warm(("module_that_raises", "module_that_exits", "module_that_good"))
+    server = cold_launcher._server.pid
+    assert cold_launcher.probe(ask(script("pass")), how="fork", time_limit=LIMIT).reply.failure.kind == "no_trainer"
+    assert cold_launcher._server.pid == server
+    with pytest.raises(RuntimeError, match="died while it imported"):
+        cold_launcher.warm(("module_that_dies",))
+    assert cold_launcher.probe(ask(script("pass")), how="fork", time_limit=LIMIT).reply.failure.kind == "no_trainer"
 
 
 def test_a_server_that_dies_when_it_is_told_to_kill_does_not_stall_the_probe(cold_launcher, ask, script, monkeypatch):

@@ -184,7 +184,7 @@ def import_all(modules: list[str]) -> list[str]:
             continue
         try:
             importlib.import_module(name)
-        except Exception:
+        except (Exception, SystemExit):
             if name.startswith("autofit."):
                 raise
             failed.append(name)

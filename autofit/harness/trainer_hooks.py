@@ -257,7 +257,7 @@ class Harness:
     def fail(self, error: BaseException, trainer: Any = None) -> NoReturn:
         """Explain the error in a reply and end the process."""
         free_share = None if isinstance(error, BudgetBelowWeightsError) else _quietly_free_share(self._meter)
-        self._meter.release()
+        self._release()
         phase, step = self._recorder.phase, self._recorder.step
         if isinstance(error, BudgetBelowWeightsError):
             outcome, kind = Outcome.DEVICE_OOM, "weights_above_budget"
@@ -283,8 +283,13 @@ class Harness:
 
     def _finish(self, reply: Reply) -> NoReturn:
         """Lift the cap, so that the reply can be written, and end the process."""
-        self._meter.release()
+        self._release()
         self._recorder.finish(reply)
+
+    def _release(self) -> None:
+        """A device that has failed may refuse even this; the reply must come all the same."""
+        with contextlib.suppress(RuntimeError, OSError, ValueError):
+            self._meter.release()
 
 
 def checkpoints_activations(model: Any) -> bool:

@@ -23,16 +23,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 
 from autofit import codec
-from autofit.errors import RunDirectoryError
 from autofit.failure import classify_exit
 from autofit.harness import server as server_module
 from autofit.harness.trainer_hooks import OUTPUT_FOLDER
 from autofit.harness.worker import REQUEST_FILE
 from autofit.machine import Nvml, oom_kills, tree_bytes
+from autofit.probe_folder import (
+    CHILD_FILES,
+    bound_logs,
+    cut_logs,
+    last_progress,
+    log_tail,
+    read_reply,
+    write_privately,
+)
 from autofit.records import Failure, Machine, Outcome, Reply, Request
 from autofit.workloads.script_task import redact
 
@@ -40,14 +47,11 @@ POLL_SECONDS = 0.25
 WHERE_SECONDS = 1.0  # for a hanging child to print where it hangs, before it is killed
 DRAIN_SECONDS = 30.0  # for the device to give back what a dead process held
 FOREIGN_CHANGE = 0.02  # of the device: somebody else came or went while a probe ran
-LOG_BYTES = 10 * 2**20  # a probe's log beyond this is cut when the probe has ended
 START_SECONDS = 120.0
 SWEEP_SECONDS = 5.0  # for processes that have been killed to be gone
 # At a cap on a process oneDNN's bf16 kernels do not raise: one in three over-sized probes read address 0 instead.
 FAULTS = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
 MARK = "AUTOFIT_LAUNCHER"  # in the environment of everything below a server, to find what outlives it
-REPLY_FILE = "reply.json"
-CHILD_FILES = (REPLY_FILE, "reply.json.part", "progress.jsonl", "stdout.log", "stderr.log")
 
 
 class MismatchError(RuntimeError):
@@ -248,7 +252,7 @@ class Launcher:
         for name in CHILD_FILES:
             (folder / name).unlink(missing_ok=True)
         redacted = dataclasses.replace(request, task=redact(request.task))
-        _write_privately(folder / REQUEST_FILE, codec.encode(request))
+        write_privately(folder / REQUEST_FILE, codec.encode(request))
         if options or not (self._trusted or trusted):
             how = "fresh"
         began = time.monotonic()
@@ -265,11 +269,11 @@ class Launcher:
             raise
         finally:
             with contextlib.suppress(OSError):  # the child may have deleted its folder
-                _write_privately(folder / REQUEST_FILE, codec.encode(redacted))
+                write_privately(folder / REQUEST_FILE, codec.encode(redacted))
             shutil.rmtree(folder / OUTPUT_FOLDER, ignore_errors=True)  # checkpoints: gigabytes that nobody needs
         foreign = _change(foreign_before, self._foreign(()))
         killed_by_system = None if kills_before is None else (oom_kills() or 0) > kills_before
-        reply = self._read_reply(folder)
+        reply = read_reply(folder)
         if reply is None and code in FAULTS and self._capped(request, folder):
             again = self.probe(
                 dataclasses.replace(request, budget_bytes=None),
@@ -294,7 +298,7 @@ class Launcher:
             note = f"others' memory on the device changed by {foreign / 2**20:.0f} MiB"
             reply = dataclasses.replace(reply, outcome=Outcome.CONTAMINATED, notes=(*reply.notes, note))
         _check_echo(reply, request, expected)
-        _cut_logs(folder)
+        cut_logs(folder)
         self._drain(foreign_before)
         return Ended(reply, time.monotonic() - began, watch.host_peak, foreign, left)
 
@@ -319,14 +323,6 @@ class Launcher:
             if used is None or used <= used_before + FOREIGN_CHANGE * self._machine.device_bytes:
                 return
             time.sleep(POLL_SECONDS)
-
-    @staticmethod
-    def _read_reply(folder: Path) -> Reply | None:
-        path = folder / REPLY_FILE
-        try:
-            return codec.decode(path.read_bytes(), Reply, path)
-        except (OSError, RunDirectoryError):  # none, or one that the child itself did not write
-            return None
 
 
 class _Watch:
@@ -366,7 +362,7 @@ class _Watch:
         """Measure the child, and end it where it has used up its time or the host's memory."""
         held = self._launcher._held_bytes(self._pid)
         self.host_peak = max(self.host_peak or 0, held)
-        _bound_logs(self._folder)
+        bound_logs(self._folder)
         where = last_progress(self._folder)
         if where is not None:
             self._launcher._on_progress(Progress(where[0], where[1], time.monotonic() - self._began, held))
@@ -402,61 +398,6 @@ class _Watch:
         return Reply(outcome, failure=Failure(phase, step, kind, message, log_tail(self._folder)))
 
 
-def last_progress(folder: Path) -> tuple[str, int | None] | None:
-    """Phase and step of the last whole line that the child wrote; None before the first."""
-    try:
-        with open(folder / "progress.jsonl", "rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(file.tell() - 2048, 0))
-            lines = file.read().split(b"\n")
-    except OSError:
-        return None
-    for line in reversed(lines[:-1]):
-        try:
-            told = msgspec.json.decode(line)
-            return str(told["phase"]), told.get("step")
-        except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
-            continue
-    return None
-
-
-def log_tail(folder: Path, size: int = 4000) -> str:
-    """The end of the child's stderr, or of its stdout when it wrote nothing there."""
-    for name in ("stderr.log", "stdout.log"):
-        try:
-            with open(folder / name, "rb") as file:
-                file.seek(0, os.SEEK_END)
-                file.seek(max(file.tell() - size, 0))
-                text = file.read().decode(errors="replace").strip()
-        except OSError:
-            continue
-        if text:
-            return text
-    return ""
-
-
-def _bound_logs(folder: Path) -> None:
-    """Keep what a child writes without end from filling the disk; its end is kept when the child has ended."""
-    for path in (folder / "stdout.log", folder / "stderr.log"):
-        with contextlib.suppress(OSError):
-            if path.stat().st_size > 4 * LOG_BYTES:
-                os.truncate(path, LOG_BYTES // 2)  # the child appends, so it goes on from there
-
-
-def _cut_logs(folder: Path) -> None:
-    """Keep the head and the tail of a log that a child has flooded."""
-    for path in (folder / "stdout.log", folder / "stderr.log"):
-        with contextlib.suppress(OSError):
-            if path.stat().st_size > LOG_BYTES:
-                with open(path, "r+b") as file:
-                    head = file.read(LOG_BYTES // 2)
-                    file.seek(-LOG_BYTES // 2, os.SEEK_END)
-                    tail = file.read()
-                    file.seek(0)
-                    file.write(head + b"\n[... cut by autofit ...]\n" + tail)
-                    file.truncate()
-
-
 def _kill_marked(mark: str) -> None:
     """SIGKILL every process that was started below a server that is dead, and wait until they are gone."""
     deadline = time.monotonic() + SWEEP_SECONDS
@@ -470,12 +411,6 @@ def _kill_marked(mark: str) -> None:
         if not found:
             return
         time.sleep(0.05)
-
-
-def _write_privately(path: Path, data: bytes) -> None:
-    """Write a file that only this user may read: while the child runs, it holds the user's whole command line."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
 
 
 def _check_echo(reply: Reply, request: Request, expected: dict[str, Any] | None) -> None:

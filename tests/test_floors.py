@@ -19,7 +19,7 @@ FLOORS = [
     {"errors", "units"},
     {"records"},
     {"codec", "machine", "failure", "knobs", "trainer_args", "selection", "logits", "catalog"},
-    {"store", "workloads"},
+    {"store", "workloads", "probe_folder"},
     {"harness"},
     {"launch"},
     {"prediction", "emission"},

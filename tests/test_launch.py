@@ -19,7 +19,8 @@ import pytest
 from conftest import OneThreadLauncher
 
 from autofit import launch
-from autofit.launch import Ended, Launcher, MismatchError, Progress, last_progress, log_tail
+from autofit.launch import Ended, Launcher, MismatchError, Progress
+from autofit.probe_folder import last_progress, log_tail
 from autofit.records import Machine, Outcome, Request, Schedule, Task
 
 MiB = 2**20
@@ -235,7 +236,7 @@ def test_a_module_runs_as_with_dash_m(cold_launcher, ask, script):
 
 
 def test_a_flood_of_output_is_cut_and_the_end_of_it_kept(cold_launcher, ask, script, monkeypatch):
-    monkeypatch.setattr(launch, "LOG_BYTES", MiB)
+    monkeypatch.setattr("autofit.probe_folder.LOG_BYTES", MiB)
     request = ask(
         script(r"""
         import os, sys
@@ -253,7 +254,7 @@ def test_a_flood_of_output_is_cut_and_the_end_of_it_kept(cold_launcher, ask, scr
 
 
 def test_a_child_that_prints_for_ever_does_not_fill_the_disk(cold_launcher, ask, script, monkeypatch):
-    monkeypatch.setattr(launch, "LOG_BYTES", MiB)
+    monkeypatch.setattr("autofit.probe_folder.LOG_BYTES", MiB)
     largest = []
     cold_launcher._on_progress = lambda progress: largest.append(logs(request)[1].stat().st_size)
     request = ask(

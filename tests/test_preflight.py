@@ -29,7 +29,7 @@ def refused(tmp_path, **options) -> str:
         ({"model": "no-such-org/no-such-model"}, "no configuration of"),
         ({"model": "bert-base-uncasd"}, "bert-base-uncased"),
         ({"model": "./no-such-folder"}, "no folder"),
-        ({"model": "gpt2", "task": "image-classification"}, "has no image-classification head"),
+        ({"model": "gpt2", "task": "image-classification", "image_size": 32}, "has no image-classification head"),
         ({"model": "gpt2", "task": "translation"}, "--task"),
         ({"model": "gpt2", "budget": "24"}, "unit"),
         ({"model": "gpt2", "budget": "rtx-9999"}, "rtx-"),
@@ -134,20 +134,35 @@ def test_what_nobody_said_is_assumed_and_said():
 
 def test_the_dtype_is_what_the_installed_from_pretrained_gives(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "bfloat16"}))
-    made = {v: make_model_task(str(tmp_path), transformers_version=v, task="causal-lm", seq_len=8)[0] for v in ("4.57.6", "5.24.0")}
+    made = {
+        v: make_model_task(str(tmp_path), transformers_version=v, task="causal-lm", seq_len=8)[0]
+        for v in ("4.57.6", "5.24.0")
+    }
     assert made["4.57.6"].dtype == "float32"
     assert made["5.24.0"].dtype == "bfloat16"
 
 
 def test_tokens_in_the_users_arguments_reach_no_record():
-    task, _ = make_model_task("gpt2", transformers_version="5.24.0", base_args={"hub_token": "hf_secret", "learning_rate": 1})
+    task, _ = make_model_task(
+        "gpt2", transformers_version="5.24.0", base_args={"hub_token": "hf_secret", "learning_rate": 1}
+    )
     assert "hf_secret" not in repr(task)
     assert task.base_args["learning_rate"] == 1
 
 
 def test_flags_that_sound_like_secrets_are_left_out_of_what_is_written(tmp_path):
     (tmp_path / "x.py").write_text("")
-    command = ("python", str(tmp_path / "x.py"), "--hub_token", "hf_a", "--api-key=hf_b", "--tokenizer", "t5", "--lr", "1")
+    command = (
+        "python",
+        str(tmp_path / "x.py"),
+        "--hub_token",
+        "hf_a",
+        "--api-key=hf_b",
+        "--tokenizer",
+        "t5",
+        "--lr",
+        "1",
+    )
     task = Task(script=make_script_task(command)[0])
     assert "hf_a" in task.script.command
     written = redact(task).script.command

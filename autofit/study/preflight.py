@@ -13,8 +13,9 @@ from autofit.catalog import parse_budget
 from autofit.errors import AutofitError, DeviceError, UsageError, WorkloadError
 from autofit.harness.server import FIRST_IMPORTS
 from autofit.knobs import Space, make_space, parse_knob
-from autofit.launch import Launcher, log_tail
+from autofit.launch import Launcher
 from autofit.machine import available_device_bytes, available_host_bytes
+from autofit.probe_folder import log_tail
 from autofit.records import Budget, Candidate, Description, Machine, Outcome, Reply, Request, Schedule, Task
 from autofit.trainer_args import candidate_values, check_single_process
 from autofit.units import format_bytes, unit_of

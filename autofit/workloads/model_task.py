@@ -129,7 +129,6 @@ def read_config(model: str) -> tuple[dict[str, Any], str | None, Path | None]:
 
 def _fetch_config(model: str) -> Path:
     """config.json of a hub id, from the local cache or the hub. Raises UsageError."""
-    import httpx
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -147,7 +146,6 @@ def _fetch_config(model: str) -> Path:
         LocalEntryNotFoundError,
         OfflineModeIsEnabled,
         OSError,
-        httpx.HTTPError,
     ) as error:
         raise UsageError(f"no configuration of {model!r} can be had ({type(error).__name__}); {hint}") from error
 

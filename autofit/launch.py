@@ -80,6 +80,7 @@ class Ended:
     seconds: float  # from the request to the child's end
     host_bytes: int | None  # peak resident memory of the process tree
     foreign_bytes: int | None  # change of what others held on the device meanwhile; None where nobody tells
+    how: str = "fork"  # how it was really started: fork or fresh
     left_behind: int = 0  # processes that the probe left and that were killed
 
 
@@ -300,7 +301,7 @@ class Launcher:
         _check_echo(reply, request, expected)
         cut_logs(folder)
         self._drain(foreign_before)
-        return Ended(reply, time.monotonic() - began, watch.host_peak, foreign, left)
+        return Ended(reply, time.monotonic() - began, watch.host_peak, foreign, how, left)
 
     def _capped(self, request: Request, folder: Path) -> bool:
         """Whether a child that died of a fault may have met its cap: it had one, and had come to its training."""

@@ -257,7 +257,7 @@ class EvaluationGrowth:
 class Failure:
     """Why a probe did not fit or did not run."""
 
-    phase: str  # start, load, train, backward, optimizer, evaluate, metrics, save
+    phase: str  # start, load, train, backward, optimizer, evaluate, metrics, train-again, save
     step: int | None
     kind: str  # exception type, `signal 9`, `exit 3`, or the rule that was broken: nonfinite_loss, no_gradient, …
     message: str  # first line

@@ -1,6 +1,7 @@
 """What tests of real children share: one warm server for all of them, a model of some kilobytes, scripts made on the spot."""
 
 import itertools
+import os
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from autofit.catalog.model_configs import find_model
 from autofit.launch import Launcher
 from autofit.machine import read_machine
 from autofit.records import Machine, ModelTask, Request, Schedule, ScriptTask, Task
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a network
 
 QUICK = Schedule(timed_steps=2, timed_seconds=0.2)
 TINY_SIZES = {

@@ -292,7 +292,7 @@ class Search:
             options=self._task.script.interpreter_options if self._task.script else (),
             expected=arguments,
         )
-        measurement = measurement_of(ended, request, candidate, purpose, self._budget, self._machine, how)
+        measurement = measurement_of(ended, request, candidate, purpose, self._budget, self._machine)
         self._directory.record(measurement)
         self._mirror.tell(measurement)
         self._predictor.learn(measurement)
@@ -336,7 +336,7 @@ class Search:
 
 
 def measurement_of(
-    ended: Ended, request: Request, candidate: Candidate, purpose: str, budget: Budget, machine: Machine, how: str
+    ended: Ended, request: Request, candidate: Candidate, purpose: str, budget: Budget, machine: Machine
 ) -> Measurement:
     """The journal's record of an ended probe, judged against the budget and for contamination."""
     reply = ended.reply
@@ -358,7 +358,7 @@ def measurement_of(
         measured_seconds=reply.measured_seconds,
         delay_seconds=reply.delay_seconds,
         device=machine.key,
-        start=how,
+        start=ended.how,
         notes=reply.notes,
     )
     if measurement.outcome is not Outcome.FITS:

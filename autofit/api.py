@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autofit import codec
-from autofit.errors import Interrupted, NothingFitsError, UsageError
-from autofit.knobs import parse_knob
+from autofit.errors import Interrupted, NothingFitsError, RunDirectoryError, UsageError
+from autofit.knobs import needs_code, parse_knob
 from autofit.launch import Launcher
-from autofit.machine import read_machine
-from autofit.prediction import Predictor
-from autofit.records import Budget, Candidate, Description, Machine, Measurement, Selection, Task
+from autofit.machine import available_device_bytes, read_machine
+from autofit.records import Budget, Candidate, Choice, Description, Machine, Measurement, Outcome, Selection, Task
 from autofit.report.advice import nothing_fits
-from autofit.selection import front, reason, score, winner
-from autofit.store import PROVISIONAL, RunDirectory, identity, read_run, read_selection, run_name
+from autofit.report.outlook import CONFIRM_PROBES, PlannedStep, plan_seconds, plan_steps, reply_seconds
+from autofit.selection import front, reasons
+from autofit.store import PROVISIONAL, RunDirectory, earlier_budget, identity, read_run, read_selection, run_name
 from autofit.study import preflight
 from autofit.study.listener import Listener
 from autofit.units import parse_seconds
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 RUNS_FOLDER = Path("autofit-runs")
 LEAST_PROBES = 6  # the baseline, one alternative, and the confirmation of both
-TYPICAL_PROBES = 14  # of a whole search, confirmation included; for the estimate of a plan
+DISTURBED = "somebody else used the machine in every turn of the confirmation, so no gain is told; run it again when it is quiet"
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,15 @@ class Options:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a search would do, before anything is probed. Estimates are by formula."""
+    """What a search would do, before anything is probed. Estimates are by formula; see `report.outlook`."""
 
     folder: Path | None
     budget: Budget
     machine: Machine
     description: Description
     baseline: Candidate
-    candidates: list[
-        tuple[Candidate, int, float]
-    ]  # in order of trial: candidate, train bytes, relative seconds per row
-    estimated_seconds: float | None
+    candidates: list[PlannedStep]  # in the order of trial, after what the folder already holds
+    estimated_seconds: float | None  # of those and the confirmation; see `plan_seconds`
 
 
 @dataclass(frozen=True)
@@ -124,6 +122,10 @@ def load(folder: str | Path) -> Result:
     path = Path(folder)
     run, measurements = read_run(path)
     where = path / "run.json"
+    if "description" not in run:
+        raise RunDirectoryError(
+            f"{path} holds a search that was stopped before its workload was described; run it again"
+        )
     selection = read_selection(path) or Selection(None, None, None, None)
     return Result(
         path,
@@ -159,15 +161,19 @@ class _Prepared:
         listener.described(self.description, self._space.baseline, self._space.size)
         self._resumed = len([m for m in directory.measurements if m.device == machine.key])
 
+    def facts(self) -> dict[str, Any]:
+        """What `run.json` says of the workload and of what may vary."""
+        return {"description": codec.to_json_value(self.description), "knobs": codec.to_json_value(self._space.values)}
+
     def plan(self) -> Plan:
-        """Every training candidate by estimated speed, those first that are estimated to fit; the baseline before all."""
-        predictor = Predictor(self.description, self._machine.device)
-        listed = [(c, predictor.train_bytes(c), predictor.seconds_per_row(c)) for c in self._space.train_candidates()]
-        limit, baseline = self._budget.device_bytes, self._space.baseline
-        listed.sort(key=lambda entry: (entry[0] != baseline, entry[1] > limit, entry[2]))
-        done = [m.seconds for m in self._directory.measurements]
-        seconds = TYPICAL_PROBES * sum(done) / len(done) if done else None
-        return Plan(self._directory.path, self._budget, self._machine, self.description, baseline, listed, seconds)
+        """The probes that a search would go on with, in order, each answered by an estimate."""
+        history = [m for m in self._directory.measurements if m.device == self._machine.key]
+        most = max(self._options.max_probes - CONFIRM_PROBES - len(history), 0)
+        steps = plan_steps(self._space, self.description, self._machine, self._budget, history, most)
+        described = self._directory.path / "probes" / "describe"
+        seconds = plan_seconds(len(steps), history, reply_seconds(described), self._launcher.import_seconds)
+        baseline = self._space.baseline
+        return Plan(self._directory.path, self._budget, self._machine, self.description, baseline, steps, seconds)
 
     def run(self) -> Result:
         # Optuna is imported here: a plan does without it.
@@ -186,24 +192,32 @@ class _Prepared:
             launcher=self._launcher,
             limits=Limits(options.max_probes, max_seconds, options.min_gain, options.seed),
             listener=self._listener,
+            began=self._began,
         )
         try:
             decision = Decision(search, self._directory.path, self.description, self._machine, options.min_gain)
             best, with_code = decision.run()
             history = search.history()
             if best is None and with_code is None:
+                self._directory.forget_answer()
                 raise NothingFitsError(nothing_fits(history, self._budget, self.description, self._task))
             baseline = search.baseline_measurement()
+            compared = baseline is not None and baseline.outcome in (Outcome.FITS, Outcome.CONTAMINATED)
+
+            def undisturbed(choice: Choice | None) -> bool:
+                own = choice is not None and choice.candidate == self._space.baseline
+                return choice is None or own or not compared or choice.gain is not None
+
         finally:
             search.close()
-        chosen = winner(score(history, "train"), options.min_gain)
         selection = Selection(
             best=best,
             best_with_code=with_code,
             baseline=self._space.baseline,
             baseline_outcome=baseline.outcome if baseline else None,
             front=front(history),
-            reasons={m.candidate.key: reason(m, self._budget, chosen) for m in history},
+            reasons=self._reasons(history, best, with_code),
+            notes=() if undisturbed(best) and undisturbed(with_code) else (DISTURBED,),
         )
         self._directory.write_selection(selection)
         return Result(
@@ -215,6 +229,11 @@ class _Prepared:
             history,
             self._timing(history),
         )
+
+    def _reasons(self, history: list[Measurement], best: Choice | None, with_code: Choice | None) -> dict[str, str]:
+        chosen, also = (best, with_code) if best is not None else (with_code, None)
+        in_code = {m.candidate.key for m in history if needs_code(m.candidate, self._space.baseline)}
+        return reasons(history, chosen, also, in_code)
 
     def _timing(self, history: list[Measurement]) -> dict[str, float]:
         """Seconds of this call: `measured` and `contention` are of the probes that it ran, not of those it resumed."""
@@ -252,6 +271,9 @@ def _prepared(options: Options, listener: Listener, began: float) -> Iterator[_P
     budget = preflight.make_budget(options.budget, options.host_budget, options.headroom, machine, facts.append)
     path = Path(options.out) if options.out is not None else RUNS_FOLDER / run_name(redact(task), budget, machine)
     shown = redact(task)
+    earlier = earlier_budget(path, identity(shown, budget, machine))
+    if earlier is not None and earlier.device_bytes <= available_device_bytes(machine):
+        budget = earlier  # a default or clamped budget moves with what is free; what was measured does not
     run = {
         "identity": identity(shown, budget, machine),
         "command": " ".join(shown.script.command) if shown.script else f"--model {options.model}",
@@ -264,7 +286,7 @@ def _prepared(options: Options, listener: Listener, began: float) -> Iterator[_P
         for fact in facts:
             listener.said(fact)
         prepared = _Prepared(options, listener, began, task, machine, budget, directory, launcher)
-        directory.write_run({**run, "description": codec.to_json_value(prepared.description)})
+        directory.write_run({**run, **prepared.facts()})
         yield prepared
 
 

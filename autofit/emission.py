@@ -18,7 +18,7 @@ ARGUMENTS_FILE, MODEL_FILE, SNIPPET_FILE = "training_args.json", "model_kwargs.j
 
 def training_arguments(candidate: Candidate, description: Description, device: str) -> dict[str, Any]:
     """The user's own fields with the candidate's laid over them. Never all fields: a dump of those holds tokens."""
-    tuned = arguments_of(candidate, description.fields, device)
+    tuned = arguments_of(candidate, description.fields, device, description.resolved)
     kept = dict(description.arguments)
     for name in tuned:
         for alias in ALIASES.get(name, ()):

@@ -47,6 +47,19 @@ class Space:
     baseline: Candidate
     effective_batch: int
 
+    @property
+    def start(self) -> Candidate:
+        """The baseline, each knob that the user narrowed to other values at the first of those."""
+        moved = {n: v[0] for n, v in self.values.items() if n not in _BATCH[:2] and not _among(self.baseline[n], v)}
+        start = self.baseline.but(moved)
+        if not _among(start["per_device_train_batch_size"], self.batches):
+            start = self.with_batch(start, self.batches[0])
+        return start
+
+    def holds(self, candidate: Candidate, phase: str) -> bool:
+        """Whether every knob of `phase` has a value of this space; the baseline itself may lie outside."""
+        return all(_among(candidate[n], v) for n, v in self.values.items() if KNOBS[n].phase == phase)
+
     def with_batch(self, candidate: Candidate, batch: int) -> Candidate:
         """`candidate` at another per-device batch, the effective batch held."""
         return candidate.but(
@@ -87,6 +100,11 @@ class Space:
 
 
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size")
+
+
+def _among(value: KnobValue, options: tuple[KnobValue, ...]) -> bool:
+    """Membership that tells True from 1."""
+    return any(value is o or (value == o and type(value) is type(o)) for o in options)
 
 
 def make_space(

@@ -6,8 +6,6 @@ Transformer Models", eq. 1 and 2: s·b·h·(34 + 5·a·s/h) bytes a layer at 16 
 what this run has measured. Sizes that a model does not tell are taken from its parameter count.
 """
 
-from dataclasses import dataclass
-
 from autofit.records import Candidate, Description, Measurement
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -17,14 +15,6 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SPEED = {"cpu": {"fp32": 1.0, "bf16": 0.7}, "cuda": {"fp32": 1.0, "tf32": 0.55, "bf16": 0.4, "fp16": 0.42}}
 RECOMPUTE = 4 / 3  # one more forward pass: forward 2, backward 4 floating-point operations per parameter and token
 LAUNCH_ROWS = 1.0  # a micro-batch costs as much as this many rows beyond its own
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """By formula, corrected by this run's measurements where `measured_scale` is not 1."""
-
-    train_bytes: int
-    train_seconds: float  # per row, relative to the other candidates of the same task
 
 
 class Predictor:
@@ -45,9 +35,6 @@ class Predictor:
         if sizes.get("patch_size") and sizes.get("image_size"):
             return int((sizes["image_size"] / sizes["patch_size"]) ** 2) + 1
         return longest
-
-    def estimate(self, candidate: Candidate) -> Estimate:
-        return Estimate(self.train_bytes(candidate), self.seconds_per_row(candidate))
 
     def train_bytes(self, candidate: Candidate) -> int:
         """Peak of training: the line through what was measured of the same structure, else the scaled formula."""

@@ -5,10 +5,10 @@ indifference zone. A contaminated probe counts only where the candidate was neve
 """
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from autofit.records import Budget, Candidate, Measurement, Outcome
+from autofit.records import Budget, Candidate, Choice, Measurement, Outcome
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Scored:
     candidate: Candidate
     rate: float  # rows per second: the median window of all its probes
     spread: float  # half the range of window rates over the median; with one window 0
-    peak_bytes: int
+    peak_bytes: int  # of training, or of the whole process where evaluation is scored
     probes: tuple[str, ...]
     clean: bool  # False: every probe of it was contaminated
 
@@ -42,14 +42,13 @@ def score(measurements: Iterable[Measurement], phase: str) -> list[Scored]:
             groups.setdefault(m.candidate.key, []).append(m)
     scored = []
     for group in groups.values():
-        rates = window_rates(group, phase)
-        middle = statistics.median(rates)
+        middle, spread = rate_and_spread(window_rates(group, phase))
         scored.append(
             Scored(
                 group[0].candidate,
                 middle,
-                (max(rates) - min(rates)) / 2 / middle,
-                max(m.peak_bytes or 0 for m in group),
+                spread,
+                max((m.train_bytes if phase == "train" else m.peak_bytes) or 0 for m in group),
                 tuple(m.probe for m in group),
                 any(m.outcome is Outcome.FITS for m in group),
             )
@@ -61,6 +60,12 @@ def window_rates(group: Iterable[Measurement], phase: str) -> list[float]:
     """Rows per second of every timed window."""
     speeds = [m.train_speed if phase == "train" else m.eval_speed for m in group]
     return [s.rows / seconds for s in speeds if s is not None for seconds in s.seconds]
+
+
+def rate_and_spread(rates: Sequence[float]) -> tuple[float, float]:
+    """The median, and half the range as a share of it."""
+    middle = statistics.median(rates)
+    return middle, (max(rates) - min(rates)) / 2 / middle
 
 
 def leaders(scored: Sequence[Scored], min_gain: float, most: int = 3) -> list[Scored]:
@@ -111,35 +116,55 @@ def changes(a: Candidate, b: Candidate) -> dict[str, tuple]:
     return {k: (a.get(k), b.get(k)) for k in {**a.values, **b.values} if a.get(k) != b.get(k)}
 
 
-def nearest_fitting(baseline: Candidate, measurements: Iterable[Measurement]) -> Candidate | None:
-    """The candidate that fits with the fewest knobs changed from the user's own; the fastest of equals."""
-    scored = score(measurements, "train")
-    nearest = min(scored, key=lambda s: len(changes(baseline, s.candidate)), default=None)
-    return nearest.candidate if nearest else None
+def fits_training(m: Measurement, budget: Budget) -> bool:
+    """Whether its training was timed within the budget, whatever became of evaluation or the checkpoint afterwards."""
+    if m.train_speed is None or (m.train_bytes or 0) > budget.device_bytes:
+        return False
+    return m.ran or (m.failure is not None and m.failure.phase in ("evaluate", "metrics", "save"))
 
 
-def reason(measurement: Measurement, budget: Budget, chosen: Scored | None) -> str:
-    """Why this probe's candidate was not chosen, in a few words."""
-    failure = measurement.failure
-    where = f" in {failure.phase}" if failure else ""
-    outcome = measurement.outcome
-    if (
-        outcome is Outcome.OVER_BUDGET
-        and measurement.growth
-        and measurement.peak_bytes == measurement.growth.projected_process_bytes
-    ):
+def failure_reason(m: Measurement) -> str | None:
+    """Why a probe did not fit or run, in a few words; None when it did."""
+    where = f" in {m.failure.phase}" if m.failure else ""
+    if m.outcome in (Outcome.FITS, Outcome.CONTAMINATED):
+        return None
+    if m.outcome is Outcome.OVER_BUDGET and m.failure is not None and m.failure.kind == "eval_growth":
         return "over budget when projected to the whole evaluation set"
-    if outcome is Outcome.OVER_BUDGET:
-        return "over budget"
-    if outcome in (Outcome.DEVICE_OOM, Outcome.HOST_OOM):
-        return f"out of {'device' if outcome is Outcome.DEVICE_OOM else 'host'} memory{where}"
-    if outcome not in (Outcome.FITS, Outcome.CONTAMINATED):
-        return f"{outcome.value}{where}" + (f": {failure.kind}" if failure else "")
-    if chosen is None or measurement.train_speed is None:
-        return "fits"
-    if measurement.candidate.key == chosen.candidate.key:
-        return "chosen"
-    gap = 1 - measurement.train_speed.per_second / chosen.rate
-    if gap <= 0:
-        return "as fast within the noise"
-    return f"{gap:.0%} slower" if gap >= 0.01 else "as fast, larger peak"
+    if m.outcome is Outcome.OVER_BUDGET:
+        return f"over budget{where}"
+    if m.outcome in (Outcome.DEVICE_OOM, Outcome.HOST_OOM):
+        return f"out of {'device' if m.outcome is Outcome.DEVICE_OOM else 'host'} memory{where}"
+    return f"{m.outcome.value}{where}" + (f": {m.failure.kind}" if m.failure else "")
+
+
+def reasons(
+    history: Iterable[Measurement], chosen: Choice, also_chosen: Choice | None, in_code: Collection[str]
+) -> dict[str, str]:
+    """Candidate key -> why it was not chosen. `in_code` holds the keys of candidates that need code."""
+    groups: dict[str, list[Measurement]] = {}
+    for m in history:
+        groups.setdefault(m.candidate.key, []).append(m)
+    found = {}
+    for key, group in groups.items():
+        failed = [m for m in group if failure_reason(m) is not None]
+        confirmations = [m for m in failed if m.purpose == "confirm"]
+        timed = [m for m in usable(group) if m.train_speed is not None]
+        if key == chosen.candidate.key:
+            found[key] = "chosen"
+        elif also_chosen is not None and key == also_chosen.candidate.key:
+            found[key] = "chosen, with code"
+        elif confirmations:
+            found[key] = f"failed its confirmation: {failure_reason(confirmations[-1])}"
+        elif failed and not usable(group):
+            found[key] = failure_reason(failed[-1])
+        elif key in in_code:
+            found[key] = "needs code, for no gain beyond the noise"
+        elif timed:
+            gap = 1 - statistics.median(window_rates(timed, "train")) / chosen.train_per_second
+            larger = max(m.train_bytes or 0 for m in timed) > chosen.peak_bytes
+            found[key] = (
+                f"{gap:.0%} slower" if gap >= 0.01 else "as fast, larger peak" if larger else "as fast within the noise"
+            )
+        else:
+            found[key] = "fits, evaluation no faster"
+    return found

@@ -30,7 +30,7 @@ def run_name(task: Task, budget: Budget, machine: Machine) -> str:
 
 def identity(task: Task, budget: Budget, machine: Machine) -> str:
     """Equal for commands whose measurements belong in one directory."""
-    return digest([codec.to_json_value(task), budget.device_bytes if budget.text else "default", machine.device])
+    return digest([codec.to_json_value(task), budget.text.strip().lower(), machine.device])
 
 
 class RunDirectory:
@@ -89,6 +89,7 @@ class RunDirectory:
                 raise RunDirectoryError(
                     f"{self.path} holds another search ({there.get('command', 'unknown')}); give another --out"
                 )
+            run = {**there, **run}  # what is not known yet stays as it was
         elif any(p.name not in (LOCK_FILE, "probes") for p in self.path.iterdir()):
             raise RunDirectoryError(f"{self.path} is no run directory and not empty; give another --out")
         write_atomically(path, codec.encode(run) + b"\n")
@@ -99,7 +100,7 @@ class RunDirectory:
             return
         data = path.read_bytes()
         whole = data.rfind(b"\n") + 1
-        if whole < len(data):  # torn by a crash
+        if whole < len(data) and self._lock is not None:  # torn by a crash; a reader without the lock just skips it
             with open(path, "r+b") as file:
                 file.truncate(whole)
         for number, line in enumerate(data[:whole].splitlines(), start=1):
@@ -117,6 +118,11 @@ class RunDirectory:
     def write_selection(self, selection: Selection) -> None:
         """Keep the answer; what was provisional goes."""
         write_atomically(self.path / SELECTION_FILE, codec.encode(selection) + b"\n")
+        shutil.rmtree(self.path / PROVISIONAL, ignore_errors=True)
+
+    def forget_answer(self) -> None:
+        """Remove what an earlier run of this search has answered: nothing of it may be taken for this one's."""
+        (self.path / SELECTION_FILE).unlink(missing_ok=True)
         shutil.rmtree(self.path / PROVISIONAL, ignore_errors=True)
 
     def write_run(self, run: dict[str, Any]) -> None:
@@ -172,6 +178,16 @@ def read_run(path: Path) -> tuple[dict[str, Any], list[Measurement]]:
     run = codec.parse((path / RUN_FILE).read_bytes(), path / RUN_FILE)
     directory._read_journal()
     return run, directory.measurements
+
+
+def earlier_budget(path: Path, identity: str) -> Budget | None:
+    """The budget that this search was begun under; its measurements are true for that one. None where it is new."""
+    file = path / RUN_FILE
+    try:
+        run = codec.parse(file.read_bytes(), file)
+        return codec.build(run["budget"], Budget, file) if run.get("identity") == identity else None
+    except (OSError, KeyError):
+        return None
 
 
 def read_selection(path: Path) -> Selection | None:

@@ -5,6 +5,7 @@ name that leaves here is one of them. Names come and go in minor releases, so pr
 """
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from autofit.errors import UsageError
@@ -75,10 +76,14 @@ def installed_name(name: str, fields: Iterable[str]) -> str | None:
     return next((n for n in (name, *ALIASES.get(name, ())) if n in present), None)
 
 
-def arguments_of(candidate: Candidate, fields: Iterable[str], device: str) -> dict[str, Any]:
+def arguments_of(
+    candidate: Candidate, fields: Iterable[str], device: str, user: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     """The `TrainingArguments` fields that say `candidate`, complete and explicit: nothing is left to a default.
 
-    Knobs that are no field (attention, logits) are not in it. Keys are all among `fields`.
+    Knobs that are no field (attention, logits) are not in it. Keys are all among `fields`. `user` holds the resolved
+    values over which these are laid: tf32 is turned off only where the user has it on, since False is not None there
+    (None leaves torch as it is), and stays beside a precision that is the user's own.
     """
     fields = tuple(fields)
     values: dict[str, Any] = {}
@@ -96,8 +101,10 @@ def arguments_of(candidate: Candidate, fields: Iterable[str], device: str) -> di
     if "precision" in candidate.values:
         values["bf16"] = candidate["precision"] == "bf16"
         values["fp16"] = candidate["precision"] == "fp16"
-        if device != "cpu":
-            values["tf32"] = candidate["precision"] == "tf32"
+        if device != "cpu" and candidate["precision"] == "tf32":
+            values["tf32"] = True
+        elif device != "cpu" and user.get("tf32") and candidate["precision"] != _precision(user):
+            values["tf32"] = False
     if device == "cpu":
         values[installed_name("use_cpu", fields)] = True
     return {name: value for name, value in values.items() if name in fields}
@@ -105,25 +112,20 @@ def arguments_of(candidate: Candidate, fields: Iterable[str], device: str) -> di
 
 def candidate_values(resolved: Mapping[str, Any]) -> dict[str, KnobValue]:
     """The knobs that `TrainingArguments` fields express, from their resolved values; the inverse of `arguments_of`."""
-    precision = (
-        "bf16"
-        if resolved.get("bf16")
-        else "fp16"
-        if resolved.get("fp16")
-        else "tf32"
-        if resolved.get("tf32")
-        else "fp32"
-    )
     name = installed_name("activation_checkpointing", resolved)
     return {
         "per_device_train_batch_size": resolved["per_device_train_batch_size"],
         "gradient_accumulation_steps": resolved["gradient_accumulation_steps"],
         "activation_checkpointing": bool(resolved.get(name)) if name else False,
-        "precision": precision,
+        "precision": _precision(resolved),
         "optim": resolved["optim"],
         "per_device_eval_batch_size": resolved["per_device_eval_batch_size"],
         "eval_accumulation_steps": resolved.get("eval_accumulation_steps"),
     }
+
+
+def _precision(resolved: Mapping[str, Any]) -> str:
+    return next((name for name in ("bf16", "fp16", "tf32") if resolved.get(name)), "fp32")
 
 
 def probe_overrides(folder: str, user: Mapping[str, Any], fields: Iterable[str], steps: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from autofit.cli import commands
 from autofit.cli.options import EPILOG, OPTIONS
 from autofit.knobs import KNOBS
 from autofit.records import ModelTask, Task
+from autofit.report.outlook import PlannedStep
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "optuna", "pandas", "rich", "numpy", "pynvml", "transformers", "msgspec")
@@ -41,7 +42,8 @@ class Fake:
 
     def plan(self, *, listener=None, **options):
         self._listen(listener, options)
-        return Plan(Path("runs/x"), BUDGET, MACHINE, DESCRIPTION, BASELINE, [(LARGE, 400 * MB, 0.5)], None)
+        step = PlannedStep(LARGE, "train", "why", 400 * MB, 0.5)
+        return Plan(Path("runs/x"), BUDGET, MACHINE, DESCRIPTION, BASELINE, [step], None)
 
     def _listen(self, listener, options):
         self.asked.append(options)
@@ -230,7 +232,8 @@ def test_a_dry_run_plans_and_does_not_search(fake, capsys, monkeypatch):
     assert "nothing was probed" in capsys.readouterr().out
     assert commands.run(["search", "--model", "gpt2", "--dry-run", "--json"]) == 0
     (candidate,) = json.loads(capsys.readouterr().out)["candidates"]
-    assert candidate["train_bytes"] == 400 * MB and candidate["values"]["per_device_train_batch_size"] == 32
+    assert (candidate["purpose"], candidate["why"], candidate["estimated_relative_seconds"]) == ("train", "why", 0.5)
+    assert candidate["estimated_train_bytes"] == 400 * MB and candidate["values"]["per_device_train_batch_size"] == 32
 
 
 # Errors
@@ -255,6 +258,16 @@ def test_the_log_of_a_workload_follows_its_error_indented_and_without_escape_seq
     assert commands.run(["search", "-q", "--", "python", "train.py"]) == 3
     expected = "error: the script failed\n    Traceback:\n      File x\n    [31mValueError [0m: no\n"
     assert capsys.readouterr().err == expected
+
+
+def test_sizes_in_the_error_of_a_workload_are_told_in_the_users_unit(fake, capsys):
+    fake(errors.WorkloadError("the model's weights alone take 400 MiB and the budget is 96000000 bytes"))
+    for budget, expected in (
+        ("96MB", "419 MB and the budget is 96.0 MB"),
+        ("1GiB", "400 MiB and the budget is 91.6 MiB"),
+    ):
+        assert commands.run(["search", "-q", "--budget", budget, "--", "python", "train.py"]) == 3
+        assert expected in capsys.readouterr().err
 
 
 def test_a_message_of_several_lines_keeps_them(fake, capsys):

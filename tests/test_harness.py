@@ -9,8 +9,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from conftest import make_task
 
+from autofit.harness.device_meter import CudaMeter
 from autofit.harness.take_hold import when_imported
 from autofit.launch import Ended, Launcher, MismatchError
 from autofit.records import Outcome, PhaseRecord, Request, Schedule, Task
@@ -386,9 +388,9 @@ def test_a_candidate_is_measured_on_a_trainer_with(train, kind):
     assert seen["report"] == []
     names = [phase.name for phase in run.reply.phases]
     assert names == (
-        ["train", "evaluate", "train-again"]
+        ["load", "train", "evaluate", "train-again"]
         if "eval_dataset=" in source.replace("eval_dataset=None", "")
-        else ["train"]
+        else ["load", "train"]
     )
     assert {path.name for path in run.folder.iterdir()} == {"train.py", "seen.json"}
     assert not list(Path(run.request.folder).rglob("checkpoint-*"))
@@ -406,7 +408,7 @@ def test_the_largest_of_several_evaluation_sets_is_measured_and_said(train):
 
 def test_without_an_evaluation_set_nothing_is_evaluated(train):
     run = train("make_trainer(TrainingArguments('out')).train()", schedule=TIMED)
-    assert [phase.name for phase in run.reply.phases] == ["train"]
+    assert [phase.name for phase in run.reply.phases] == ["load", "train"]
     assert run.reply.growth is None
     assert run.reply.train_speed is not None
 
@@ -415,7 +417,7 @@ def test_a_checkpoint_is_measured_and_removed(train):
     run = train(
         "make_trainer(TrainingArguments('out')).train()", schedule=Schedule(timed_steps=0, evaluate=False, save=True)
     )
-    assert [phase.name for phase in run.reply.phases] == ["train", "save"]
+    assert [phase.name for phase in run.reply.phases] == ["load", "train", "save"]
     assert not list(Path(run.request.folder).rglob("checkpoint-*"))
 
 
@@ -517,6 +519,58 @@ def test_checkpointing_that_a_script_turns_on_itself_is_described_as_on(train):
     assert run.reply.description.resolved["activation_checkpointing"] is True
 
 
+def test_arguments_that_a_parser_fills_in_are_described_as_those_that_were_given(train):
+    described = Schedule(describe_only=True)
+    run = train(WAYS["flags"] + "\nmake_trainer(args).train()", *FLAGS, schedule=described, arguments={})
+    assert run.reply.description.arguments == {
+        "output_dir": "out",
+        "learning_rate": RATE,
+        "per_device_train_batch_size": 16,
+        "optim": "sgd",
+    }
+
+
+def test_no_argument_that_says_something_is_taken_for_a_default(train):
+    """The class moves values from older names to newer ones, and an empty list is not the default of None."""
+    run = train(
+        "make_trainer(TrainingArguments('out', gradient_checkpointing=True, label_names=[])).train()",
+        schedule=Schedule(describe_only=True),
+        arguments={},
+    )
+    assert run.reply.description.arguments == {
+        "output_dir": "out",
+        "gradient_checkpointing": True,
+        "label_names": [],
+    }
+
+
+def test_of_iterable_sets_a_description_tells_the_rows_that_probes_will_take(train):
+    source = """
+    args = TrainingArguments('out', max_steps=3)
+    make_trainer(args, train_dataset=Stream(), eval_dataset={'a': Stream(), 'b': Stream()}).train()
+    """
+    description = train(source, schedule=Schedule(describe_only=True), arguments={}).reply.description
+    run = train(source, schedule=PEAKS)
+    assert (description.train_rows, description.longest_row) == (None, 8)
+    assert description.eval_rows == run.reply.growth.rows_total > 64
+    assert "evaluation: a, the largest of 2 sets" in description.notes
+    assert [note for note in description.notes if note.startswith("rows: the first 500 of an iterable data set")]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("deepspeed", "{'zero_optimization': {'stage': 2}}"), ("fsdp", "['full_shard']"), ("parallelism_config", "print")],
+)
+def test_a_script_for_several_processes_is_refused(train, setting, value):
+    run = train(
+        f"args = TrainingArguments('out')\nargs.{setting} = {value}\nmake_trainer(args).train()",
+        schedule=Schedule(describe_only=True),
+        arguments={},
+    )
+    assert run.failure.kind == "UsageError", run
+    assert f"{setting} is set" in run.failure.message
+
+
 # ---- what is no training ----
 
 LOSS = """
@@ -613,18 +667,42 @@ def test_a_loader_of_the_script_that_takes_the_batch_from_the_arguments_is_measu
     assert 2 in run.seen["shapes"]
 
 
-def test_an_evaluation_loader_of_the_script_is_told(train):
-    run = train(
-        """
-    class Mine(Trainer):
-        def get_eval_dataloader(self, eval_dataset=None):
-            return DataLoader(Rows(12), batch_size=3, collate_fn=self.data_collator)
-    make_trainer(TrainingArguments('out'), Mine, eval_dataset=Rows(16)).train()
-    """,
-        schedule=PEAKS,
-    )
+OWN_EVALUATION = """
+def count(prediction):
+    with open("rows.json", "a") as file:
+        print(len(prediction.predictions), file=file)
+    return {{}}
+class Mine(Trainer):
+    def get_eval_dataloader(self, eval_dataset=None):
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        rows = {rows}
+        return DataLoader(rows, batch_size=3, collate_fn=self.data_collator)
+make_trainer(TrainingArguments('out'), Mine, eval_dataset={sets}, compute_metrics=count).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "sets", "taken"),
+    [
+        ("Rows(12)", "Rows(60)", 12),
+        ("eval_dataset or self.eval_dataset", "Rows(60)", 60),
+        ("eval_dataset", "{'a': Rows(60), 'b': Rows(7)}", 60),
+    ],
+)
+def test_an_evaluation_loader_of_the_script_takes_everything_once_and_nothing_is_claimed_of_it(
+    train, rows, sets, taken
+):
+    source = OWN_EVALUATION.format(rows=rows, sets=sets)
+    run = train(source, schedule=TIMED, timed_eval_rows=24)
     assert run.outcome is Outcome.FITS, run
     assert "evaluation: the script makes its own loader" in " ".join(run.reply.notes)
+    assert (run.folder / "rows.json").read_text().split() == [str(taken)]
+    assert run.reply.growth is run.reply.eval_speed is None
+    assert run.phase("evaluate").process_bytes > 0
+    described = train(source, schedule=Schedule(describe_only=True), arguments={}).reply.description
+    assert described.eval_rows is None  # so that no search varies its settings
+    assert "evaluation: the script makes its own loader" in " ".join(described.notes)
 
 
 def test_a_collator_that_drops_rows_makes_a_probe_invalid(train):
@@ -693,7 +771,7 @@ def test_the_cap_is_met_in_evaluation_only_and_told(measure):
     arguments = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "per_device_eval_batch_size": 100}
     run = measure(task, budget_bytes=90 * MiB, arguments=arguments)
     assert (run.outcome, run.failure.phase) == (Outcome.DEVICE_OOM, "evaluate"), run
-    assert [phase.name for phase in run.reply.phases] == ["train"]
+    assert [phase.name for phase in run.reply.phases] == ["load", "train"]
     run = measure(task, budget_bytes=90 * MiB, arguments={**arguments, "per_device_eval_batch_size": 4})
     assert run.outcome is Outcome.FITS, run
 
@@ -795,7 +873,88 @@ def test_a_model_that_is_made_anew_for_training_counts_once(train):
     assert live[1] == pytest.approx(live[0], rel=0.01)
 
 
+def test_loading_is_a_phase_of_its_own_and_holds_the_weights(measure, tiny_task):
+    run = measure(tiny_task)
+    description = measure(tiny_task, schedule=Schedule(describe_only=True)).reply.description
+    assert run.phase("load").process_bytes == pytest.approx(description.parameter_bytes, rel=0.1)  # and buffers
+    assert 0 < run.phase("load").seconds < run.ended.seconds
+
+
+class Card:
+    """The counters of a made-up GPU: one allocator that caches, no context to be told."""
+
+    def __init__(self) -> None:
+        self.live = self.cached = self.live_peak = self.reserved_peak = 0
+
+    def hold(self, more: int) -> None:
+        self.live += more
+        self.cached = max(self.cached, self.live)
+        self.live_peak, self.reserved_peak = max(self.live_peak, self.live), max(self.reserved_peak, self.cached)
+
+    def reset_peaks(self) -> None:
+        self.live_peak, self.reserved_peak = self.live, self.cached
+
+    def empty_cache(self) -> None:
+        self.cached = self.live
+
+    def allocated_bytes(self) -> int:
+        return self.live
+
+    def reserved_bytes(self) -> int:
+        return self.cached
+
+    def peak_allocated_bytes(self) -> int:
+        return self.live_peak
+
+    def peak_reserved_bytes(self) -> int:
+        return self.reserved_peak
+
+    def touch(self) -> None: ...
+
+    def process_bytes(self) -> None: ...
+
+    def used_bytes_without_context(self) -> None: ...
+
+    def retries(self) -> int:
+        return 0
+
+
+def test_on_a_gpu_nothing_of_the_loading_counts_as_training():
+    card = Card()
+    meter = CudaMeter(card)
+    meter.attach(None)
+    card.hold(900 * MiB)  # weights in float32, before they are converted
+    card.hold(-500 * MiB)
+    load = meter.enter_training(torch.nn.Linear(1, 1), None)
+    card.hold(100 * MiB)
+    train = meter.peaks()
+    assert (load.allocated_bytes, load.process_bytes) == (900 * MiB, 900 * MiB)
+    assert (train.allocated_bytes, train.process_bytes) == (500 * MiB, 500 * MiB)
+
+
+def test_steps_that_the_scaler_skips_do_not_count_as_steps_in_which_the_peak_may_settle(train):
+    run = train("""
+    from accelerate import Accelerator
+    from autofit.harness.device_meter import CpuMeter, Peaks
+    begun = []
+    class Count(TrainerCallback):
+        def on_step_begin(self, *rest, **more):
+            begun.append(1)
+    Accelerator.optimizer_step_was_skipped = property(lambda self: len(begun) <= 7)
+    CpuMeter.peaks = lambda self: Peaks(None, None, 2 ** (20 + len(begun)), None)  # never two that agree
+    make_trainer(TrainingArguments('out'), callbacks=[Count()]).train()
+    """)
+    assert run.outcome is Outcome.FITS, run
+    assert run.reply.skipped_steps == 7
+    assert run.reply.steps == 8 + 1  # and that in which live bytes are counted
+
+
 # ---- what evaluation accumulates ----
+
+
+def test_no_row_is_evaluated_twice_for_a_peak_that_the_whole_set_never_has(train):
+    run = train("make_trainer(TrainingArguments('out'), eval_dataset=Rows(3)).train()", schedule=PEAKS)
+    assert (run.reply.growth.rows_measured, run.reply.growth.rows_total) == (3, 3)
 
 
 def test_bytes_per_row_are_those_of_logits_labels_and_loss(measure, tiny_task):
@@ -937,7 +1096,7 @@ def test_live_bytes_are_counted_when_every_peak_has_been_read_and_the_cap_is_lif
     calls = json.loads((run.folder / "calls.json").read_text())
     assert calls[-1] == ["live_window", True]
     assert not any(lifted for _, lifted in calls[:-1])
-    assert [phase.allocated_bytes is not None for phase in run.reply.phases] == [True, False, False, False]
+    assert [phase.allocated_bytes is not None for phase in run.reply.phases] == [False, True, False, False, False]
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

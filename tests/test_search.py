@@ -1,13 +1,16 @@
 """The whole search on made-up machines: stages, confirmation, files, journal, Optuna's mirror. No child is started."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import optuna
 import pytest
-from landscapes import MACHINE, Landscape, make_description
+from landscapes import BASELINE, MACHINE, Landscape, make_description
 
+from autofit.errors import WorkloadError
+from autofit.knobs import make_space
 from autofit.launch import Ended
 from autofit.records import Candidate, Failure, ModelTask, Outcome, Reply, Speed, Task
 from autofit.store import RunDirectory
@@ -53,6 +56,7 @@ class MadeUpLauncher:
             eval_speed=m.eval_speed,
             growth=m.growth,
             failure=m.failure,
+            steps=9,
         )
         return Ended(self.twist(request, reply), 10.0, 10**9, None)
 
@@ -69,6 +73,7 @@ def make_search(tmp_path: Path, landscape: Landscape, launcher=None, max_probes:
         launcher=launcher or MadeUpLauncher(landscape),
         limits=Limits(max_probes, None, 0.01, 0),
         listener=listener or Listener(),
+        began=time.monotonic(),
     )
 
 
@@ -207,6 +212,107 @@ def test_a_search_that_was_stopped_goes_on_and_measures_nothing_twice(tmp_path):
     best, _ = decide(make_search(tmp_path, landscape, once_more), tmp_path)
     assert best.candidate == expected.candidate
     assert once_more.requests == []
+
+
+def test_the_gain_is_told_from_undisturbed_turns_only(tmp_path):
+    def disturb(request, reply):
+        """Every second confirming run is twice as slow and says that its threads waited."""
+        if request.schedule.save and len([r for r, _ in launcher.requests if r.schedule.save]) in (3, 4):
+            slow = replace(reply.train_speed, seconds=tuple(2 * s for s in reply.train_speed.seconds), delay_share=0.4)
+            return replace(reply, train_speed=slow)
+        return reply
+
+    landscape = make_landscape()
+    launcher = MadeUpLauncher(landscape, disturb)
+    best, _ = decide(make_search(tmp_path, landscape, launcher), tmp_path)
+    true = landscape.train_rate(best.candidate)
+    assert best.train_per_second == pytest.approx(true)
+    assert best.gain == pytest.approx(true / landscape.train_rate(landscape.space.baseline))
+
+
+def test_no_gain_is_told_where_every_turn_was_disturbed(tmp_path):
+    def disturb(request, reply):
+        if request.schedule.save:
+            return replace(reply, train_speed=replace(reply.train_speed, delay_share=0.4))
+        return reply
+
+    landscape = make_landscape()
+    best, _ = decide(make_search(tmp_path, landscape, MadeUpLauncher(landscape, disturb)), tmp_path)
+    assert best is not None
+    assert best.gain is None
+
+
+def test_a_contaminated_probe_above_the_budget_is_over_budget(tmp_path):
+    def grow(request, reply):
+        if request.files and reply.outcome is Outcome.FITS:
+            phases = tuple(replace(p, process_bytes=30 * GB) for p in reply.phases)
+            return replace(reply, outcome=Outcome.CONTAMINATED, phases=phases)
+        return reply
+
+    landscape = make_landscape()
+    search = make_search(tmp_path, landscape, MadeUpLauncher(landscape, grow))
+    assert decide(search, tmp_path) == (None, None)
+    assert {m.outcome for m in search.history() if m.purpose == "confirm"} == {Outcome.OVER_BUDGET}
+
+
+def test_a_winner_that_failed_its_confirmation_is_not_confirmed_again_on_resume(tmp_path):
+    landscape = make_landscape()
+    spoiled = []
+
+    def twist(request, reply):
+        if request.files and not spoiled:
+            spoiled.append(1)
+            return replace(reply, outcome=Outcome.DEVICE_OOM, failure=Failure("save", 3, "OOM", "out of memory"))
+        return reply
+
+    first, _ = decide(make_search(tmp_path, landscape, MadeUpLauncher(landscape, twist)), tmp_path)
+    again = MadeUpLauncher(landscape)
+    second, _ = decide(make_search(tmp_path, landscape, again), tmp_path)
+    assert second.candidate == first.candidate
+    assert again.requests == []
+
+
+def test_a_child_that_applied_too_few_steps_does_not_fit(tmp_path):
+    landscape = make_landscape()
+    launcher = MadeUpLauncher(landscape, lambda request, reply: replace(reply, steps=2))
+    search = make_search(tmp_path, landscape, launcher)
+    with pytest.raises(WorkloadError, match="too_few_steps"):
+        decide(search, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "narrowed",
+    [
+        {"per_device_train_batch_size": (4, 16)},
+        {"precision": ("fp16",)},
+        {"per_device_eval_batch_size": (64,)},
+        {"eval_accumulation_steps": (4,)},
+        {"optim": ("adamw_torch_fused",), "precision": ("bf16", "tf32"), "per_device_train_batch_size": (2,)},
+    ],
+)
+def test_only_values_that_the_user_narrowed_a_knob_to_are_chosen(tmp_path, narrowed):
+    landscape = make_landscape()
+    description = landscape.description
+    landscape.space = make_space(description, MACHINE, Candidate(dict(BASELINE)), narrowed, frozenset({"code"}))
+    search = make_search(tmp_path, landscape)
+    best, _ = decide(search, tmp_path)
+    for name, values in narrowed.items():
+        assert best.candidate[name] in values
+        tried = {
+            m.candidate[name]
+            for m in search.history()
+            if m.purpose in ("train", "evaluate") and name.startswith("per_device_train")
+        }
+        assert tried <= set(values)
+
+
+def test_a_failed_projection_of_evaluation_does_not_rule_out_training(tmp_path):
+    landscape = make_landscape(eval_bytes_per_row=6e9)
+    search = make_search(tmp_path, landscape, max_probes=60)
+    decide(search, tmp_path)
+    assert search.baseline_measurement().outcome is Outcome.OVER_BUDGET
+    timed = [m for m in search.history() if m.train_speed is not None and m.purpose == "train"]
+    assert max(m.train_speed.per_second for m in timed) >= 0.95 * landscape.best_rate()
 
 
 def test_measurements_of_other_versions_do_not_count(tmp_path):

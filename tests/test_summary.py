@@ -1,10 +1,12 @@
 """The table and the answer say what was measured: merged, sorted, folded, and never a gain over a crash."""
 
+from dataclasses import replace
+
 import pytest
 from report_cases import BASELINE, BUDGET, FUSED, IN_CODE, LARGE, MB, SMALL, choice, probe, selection, usual
 
 from autofit.records import Candidate, Failure, Outcome
-from autofit.report.labels import change_text, count_text, gain_text, knob_texts, plain, rate_text
+from autofit.report.labels import about_text, change_text, count_text, gain_text, in_unit, knob_texts, plain, rate_text
 from autofit.report.sentences import answer, difference, next_command
 from autofit.report.summary import is_projected, summarize
 
@@ -145,7 +147,7 @@ def test_failures_tell_phase_message_and_log():
     measurements, chosen = usual()
     (failure,) = summarize(measurements, chosen, BUDGET, "runs/x").failures
     assert (failure.outcome, failure.phase, failure.log) == (Outcome.DEVICE_OOM, "backward", "runs/x/probes/0004")
-    assert failure.message == "no more memory: tried to allocate 96 MiB"
+    assert failure.message == "no more memory: tried to allocate 101 MB"
 
 
 def test_an_over_budget_failure_tells_peak_and_budget_in_the_users_unit():
@@ -182,6 +184,20 @@ def test_notes_are_told_only_where_they_apply():
     assert note.startswith("contaminated: ")
     measurements, chosen = usual()
     assert any("gain of the chosen" in note for note in summarize(measurements, chosen, BUDGET, "").notes)
+
+
+def test_what_the_chosen_probes_noted_is_told_once_and_what_others_noted_is_not():
+    noted = lambda m, *notes: replace(m, notes=notes)  # noqa: E731
+    measurements = [
+        noted(probe(1, LARGE, rates=(40.0,)), "rows: sampled", "held 2097152 bytes"),
+        noted(probe(2, LARGE, "confirm", rates=(40.0,)), "rows: sampled"),
+        noted(probe(3, LARGE, "race", Outcome.CONTAMINATED, rates=(40.0,)), "rows: sampled", "threads waited 30%"),
+        noted(probe(4, SMALL, rates=(9.0,)), "of another"),
+    ]
+    assert summarize(measurements, selection(choice(LARGE, 40.0, None)), BUDGET, "").notes == (
+        "rows: sampled",
+        "held 2.10 MB",
+    )
 
 
 # The answer
@@ -269,11 +285,30 @@ def test_what_only_evaluation_sees_is_no_other_training_setting():
 
 def test_what_needs_code_is_told_apart_with_its_own_gain():
     measurements, _ = usual()
-    chosen = selection(choice(LARGE, 41.2, 2.1), choice(IN_CODE, 50.0, 2.6))
+    eager = LARGE.but(attention="eager")
+    chosen = selection(choice(LARGE, 41.2, 2.1), choice(eager, 50.0, 2.6))
     _, coded = answer(chosen, measurements, BUDGET)
-    assert coded.startswith("With code (logits argmax): 2.6× the samples/s of your settings")
+    assert coded.startswith("With code (attention eager): 2.6× the samples/s of your settings")
     only = answer(selection(None, choice(IN_CODE, 50.0, 2.6)), measurements, BUDGET)
     assert len(only) == 1 and only[0].startswith("What fits needs code: 2.6×")
+
+
+@pytest.mark.parametrize("more", [{}, {"attention": "eager"}])
+def test_code_that_pays_in_evaluation_alone_is_told_with_that_gain_and_no_second_one_of_training(more):
+    best = choice(LARGE, 41.2, 2.1, eval_rate=310.0)
+    coded = choice(IN_CODE.but(more), 41.5, 2.12, eval_rate=558.0)
+    _, sentence = answer(selection(best, coded), usual()[0], BUDGET)
+    assert "evaluation 1.80× the rows/s of best (558 rows/s against 310)" in sentence
+    assert "samples/s" not in sentence and "2.1" not in sentence
+
+
+def test_after_a_disturbed_confirmation_no_gain_is_claimed_and_its_note_is_told():
+    measurements, _ = usual()
+    best, coded = choice(LARGE, 41.2, None, eval_rate=310.0), choice(IN_CODE, 41.5, None, eval_rate=558.0)
+    chosen = selection(best, coded, notes=("disturbed, so no gain is told",))
+    assert "×" not in "".join(answer(chosen, measurements, BUDGET)).replace("32×1", "")
+    summary = summarize(measurements, chosen, BUDGET, "")
+    assert summary.notes[-1] == "disturbed, so no gain is told" and summary.rows[0].gain is None
 
 
 def test_without_a_confirmed_candidate_nothing_is_claimed():
@@ -360,3 +395,32 @@ def test_changes_are_told_against_the_users_settings_and_in_full_without_them():
 @pytest.mark.parametrize("text", ["a\x1b[2Kb", "a\nb", "a\tb", "a\u202eb", "a\udcffb", "a\x00b"])
 def test_plain_text_is_one_printable_line_that_can_be_encoded(text):
     assert plain(text).isprintable() and plain(text).encode() and plain(text)[0] + plain(text)[-1] == "ab"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("peak of 612000000 bytes above", "peak of 612 MB above"),
+        ("allocate 96.00 MiB. GPU 0", "allocate 101 MB. GPU 0"),
+        ("1.50 GiB is free", "1.61 GB is free"),
+        ("24GB, 10⁹ bytes, 3 bytesize", "24GB, 10⁹ bytes, 3 bytesize"),
+        ("101 MB", "101 MB"),
+    ],
+)
+def test_sizes_in_a_text_become_those_of_the_users_unit(text, told):
+    assert in_unit(text, "MB") == told
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (1, "about 5 s"),
+        (41, "about 40 s"),
+        (56, "about 1 min"),
+        (250, "about 4 min"),
+        (4800, "about 1 h 20 min"),
+        (7200, "about 2 h"),
+    ],
+)
+def test_an_estimated_time_is_told_no_finer_than_it_is_known(seconds, text):
+    assert about_text(seconds) == text

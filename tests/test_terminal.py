@@ -12,6 +12,7 @@ from rich.console import Console
 
 from autofit.launch import Progress
 from autofit.records import Candidate, Failure, ModelTask, Outcome, ScriptTask, Task
+from autofit.report.outlook import PlannedStep
 from autofit.report.tables import draw_plan, draw_result, shown_path, timing_text
 from autofit.report.terminal import TerminalListener, make_console, probe_parts
 
@@ -98,7 +99,7 @@ def test_no_number_is_lost_at_any_width(width):
         assert expected in text
     for expected in (
         "8 → 32",
-        "tried to allocate 96 MiB",
+        "tried to allocate 101 MB",
         "runs/x/probes/0004",
         "2 min 31 s",
         "the fastest of 3 that fit",
@@ -204,6 +205,40 @@ def test_a_disturbed_probe_says_by_what():
     assert "waited 30% of the time" in parts and "rows: sampled" not in parts
 
 
+def test_the_facts_that_the_baseline_noted_are_told_once_after_its_line():
+    noted = ("evaluation: val, the largest of 3 sets", "rows: the longest of 2000 sampled from 4096")
+    measurements = [replace(m, notes=noted) for m in usual()[0]]
+    lines = listen(console_of(200), measurements).splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("0001  "))
+    assert lines[first + 1 : first + 3] == [f"- {note}" for note in noted]
+    assert sum(noted[0] in line for line in lines) == 1
+
+
+def test_the_result_tells_what_its_chosen_probes_noted():
+    measurements = [replace(m, notes=("the projection covers only these",)) for m in usual()[0]]
+    assert draw(120, measurements).count("the projection covers only these") == 1
+
+
+def test_the_time_that_is_left_is_told_once_after_the_baseline_in_a_pipe_too():
+    lines = listen(console_of(200), usual()[0]).splitlines()
+    told = [n for n, line in enumerate(lines) if "left" in line]
+    assert [lines[n] for n in told] == ["- about 4 min left (an estimate)"]
+    assert lines[told[0] - 1].startswith("0001  ") and lines[told[0] + 1].startswith("0002  ")
+
+
+def test_a_resumed_search_tells_the_time_before_its_first_probe():
+    listener = TerminalListener(console := console_of(200))
+    listener.probe_started("0007", "train", LARGE, "why", 3.0)
+    assert console.file.getvalue() == "- about 5 s left (an estimate)\n"
+
+
+def test_sizes_in_messages_of_children_are_told_in_the_users_unit():
+    disturbed = replace(probe(1, LARGE, outcome=Outcome.CONTAMINATED), notes=("others' memory changed by 50 MiB",))
+    text = listen(console_of(200), [disturbed]) + draw(200)
+    assert "changed by 52.4 MB" in text and "tried to allocate 101 MB" in text
+    assert "MiB" not in text
+
+
 @pytest.mark.parametrize("width", [60, 120])
 def test_the_head_tells_the_task_the_machine_and_what_the_budget_counts(width):
     text = words(listen(console_of(width), []))
@@ -238,23 +273,23 @@ def test_a_default_budget_is_said_to_be_one():
 
 def test_a_terminal_shows_where_the_running_probe_is_on_one_line_that_is_removed(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    console = Console(file=Screen(), width=64, force_terminal=True, color_system=None)
+    console = Console(file=Screen(), width=68, force_terminal=True, color_system=None)
     listener = TerminalListener(console)
     listener.prepared(MODEL, MACHINE, BUDGET, "runs/x", 0)
     listener.described(DESCRIPTION, BASELINE, 540)
     head = console.file.getvalue()
-    listener.probe_started("0001", "train", LARGE, "why", 60.0)
+    listener.probe_started("0001", "baseline", LARGE, "why", 60.0)
     listener.probe_progressed(Progress("evaluate", 4, 12.5, 1200 * MB))
     nothing, first, last = console.file.getvalue().removeprefix(head).split("\r\x1b[2K")
-    assert (nothing, first) == ("", "0001 train · about 1 min 0 s left · batch 32×1 · why")
-    assert last == "0001 train · evaluate step 4 · 12 s · host 1.20 GB of 12.0 GB"  # the rest has no room
+    assert (nothing, first) == ("", "0001 baseline · about 1 min left · batch 32×1 · why")
+    assert last == "0001 baseline · evaluate step 4 · 12 s · host 1.20 GB of 12.0 GB"  # the rest has no room
     listener.probe_ended(probe(1, LARGE, rates=(40.0,)), None)
     assert console.file.getvalue().removeprefix(head).split(last)[1].startswith("\r\x1b[2K0001  train: ")
 
 
 def test_a_pipe_shows_nothing_while_a_probe_runs():
     listener = TerminalListener(console := console_of(60))
-    listener.probe_started("0001", "train", LARGE, "why", 60.0)
+    listener.probe_started("0001", "baseline", LARGE, "why", None)
     listener.probe_progressed(Progress("train", 1, 1.0, MB))
     listener.close()
     assert console.file.getvalue() == ""
@@ -269,21 +304,35 @@ def test_a_pipe_is_as_wide_as_COLUMNS_or_wide_enough_for_one_line(monkeypatch):
 # The plan
 
 
-@pytest.mark.parametrize("width", [60, 120])
-def test_a_plan_is_told_as_estimates(width):
+def plan_of(steps, seconds):
+    return SimpleNamespace(budget=BUDGET, baseline=BASELINE, candidates=steps, estimated_seconds=seconds)
+
+
+@pytest.mark.parametrize("width", [60, 120, 200])
+def test_a_plan_is_told_in_its_order_as_estimates(width):
     console = console_of(width)
-    candidates = [(BASELINE, 300 * MB, 1.0), (LARGE, 420 * MB, 0.5), (SMALL, 620 * MB, 2.0)]
-    plan = SimpleNamespace(budget=BUDGET, baseline=BASELINE, candidates=candidates, estimated_seconds=600.0)
-    draw_plan(plan, console)
+    steps = [
+        PlannedStep(BASELINE, "baseline", "the user's own settings", 300 * MB, 1.0),
+        PlannedStep(SMALL, "train", "the smallest", 620 * MB, 2.0),
+        PlannedStep(LARGE, "evaluate", "a larger evaluation batch", 420 * MB, 0.5),
+    ]
+    draw_plan(plan_of(steps, 610.0), console)
     text = words(console.file.getvalue())
-    for expected in ("8×4 ~300 MB ~1.00× yours", "32×1 ~420 MB ~2.0×", "~620 MB ~0.50× above the budget"):
+    places = [text.index(t) for t in ("1 baseline 8×4", "2 train 2×16", "3 evaluate 32×1")]
+    assert places == sorted(places)
+    for expected in ("~300 MB", "~1.00×", "~620 MB", "~0.50×", "above the budget by estimate", "~420 MB", "~2.0×"):
         assert expected in text
-    assert "nothing was probed" in text and "about 10 min 0 s" in text
+    assert "a larger evaluation batch" in text
+    assert "nothing was probed" in text and "a search takes about 10 min, an estimate" in text
 
 
 def test_a_long_plan_says_how_much_more_there_is():
     console = console_of(120)
-    candidates = [(BASELINE, 300 * MB, 1.0)] * 33
-    draw_plan(SimpleNamespace(budget=BUDGET, baseline=BASELINE, candidates=candidates, estimated_seconds=None), console)
+    draw_plan(plan_of([PlannedStep(BASELINE, "train", "why", 300 * MB, 1.0)] * 33, None), console)
     assert "and 13 more" in console.file.getvalue()
-    assert "takes about" not in console.file.getvalue()
+    assert "a search takes" not in console.file.getvalue()
+
+
+def test_a_plan_of_which_nothing_is_left_says_so():
+    draw_plan(plan_of([], 60.0), console := console_of(120))
+    assert "no candidate is left to try" in console.file.getvalue()

@@ -43,6 +43,30 @@ def test_the_installed_class_resolves_exactly_what_a_candidate_says(values):
     assert candidate_values(resolved) == values
 
 
+@pytest.mark.parametrize(
+    ("user", "precision", "said"),
+    [
+        ({"tf32": None}, "fp32", None),  # None and False are not the same to torch: convolutions
+        ({"tf32": None}, "bf16", None),
+        ({"tf32": None}, "tf32", True),
+        ({"tf32": False}, "fp32", None),
+        ({"tf32": True}, "tf32", True),
+        ({"tf32": True}, "fp32", False),
+        ({"tf32": True}, "bf16", False),
+        ({"tf32": True, "bf16": True}, "bf16", None),  # the user's own stays as it is
+        ({"tf32": True, "bf16": True}, "fp32", False),
+        ({"tf32": True, "bf16": True}, "fp16", False),
+    ],
+)
+def test_tf32_is_said_only_where_the_candidate_changes_it(user, precision, said):
+    candidate = Candidate({"precision": precision})
+    assert arguments_of(candidate, FIELDS, "cuda:0", user).get("tf32") is said
+    assert "tf32" not in arguments_of(candidate, FIELDS, "cpu", user)
+    description = make_description(fields=FIELDS, arguments=user, resolved=user)
+    emitted = training_arguments(candidate, description, "cuda:0")
+    assert emitted["tf32"] is (user["tf32"] if said is None else said)
+
+
 @given(candidates)
 def test_only_fields_of_the_given_class_leave(values):
     old = ("per_device_train_batch_size", "gradient_checkpointing", "gradient_checkpointing_kwargs", "bf16", "no_cuda")

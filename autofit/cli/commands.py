@@ -65,6 +65,8 @@ def run_search(*, dry_run: bool, as_json: bool, quiet: bool, **options: Any) -> 
     """Search or plan, and print the answer. With `as_json` stdout gets one JSON object and nothing else."""
     from autofit import api
     from autofit.report import tables, terminal
+    from autofit.report.labels import in_unit
+    from autofit.units import unit_of
 
     if options["model"] is None and options["command"] is None:
         raise UsageError(
@@ -78,6 +80,9 @@ def run_search(*, dry_run: bool, as_json: bool, quiet: bool, **options: Any) -> 
     listener = None if quiet else terminal.TerminalListener(progress)
     try:
         found = (api.plan if dry_run else api.search)(listener=listener, **options)
+    except WorkloadError as error:
+        unit = unit_of(options["budget"]) if options["budget"] else "GiB"
+        raise WorkloadError(in_unit(error, unit), error.log) from error
     finally:
         if listener is not None:
             listener.close()
@@ -117,8 +122,14 @@ def _plan_json(plan: Any) -> str:
     value = {name: codec.to_json_value(getattr(plan, name)) for name in names}
     value["folder"] = None if plan.folder is None else str(plan.folder)
     value["candidates"] = [
-        {"values": candidate.values, "train_bytes": held, "relative_seconds_per_row": seconds}
-        for candidate, held, seconds in plan.candidates
+        {
+            "values": step.candidate.values,
+            "purpose": step.purpose,
+            "why": step.why,
+            "estimated_train_bytes": step.train_bytes,
+            "estimated_relative_seconds": step.relative_seconds,
+        }
+        for step in plan.candidates
     ]
     return codec.encode(value).decode() + "\n"
 

@@ -1,7 +1,7 @@
 """What a real device says of memory and time: the CPU, and CUDA behind a counter interface that tests can fake.
 
 A meter lives in one child and is asked in this order: `attach` when the Trainer is about to be constructed, `enter_training`
-when it is about to train, then `begin_phase` and `peaks` around each phase, and `release` before the reply is written.
+when it is about to train (which closes the loading), then `begin_phase` and `peaks` around each phase, and `release` before the reply is written.
 Not here: what a phase is (`phases`), and other processes on the device (the parent watches those).
 """
 
@@ -34,7 +34,7 @@ class DeviceMeter(Protocol):
     context_bytes: int | None
 
     def attach(self, budget_bytes: int | None) -> None: ...
-    def enter_training(self, model: Any, budget_bytes: int | None) -> int | None: ...
+    def enter_training(self, model: Any, budget_bytes: int | None) -> Peaks: ...
     def begin_phase(self) -> None: ...
     def peaks(self) -> Peaks: ...
     def held_bytes(self) -> int: ...
@@ -72,8 +72,8 @@ class CpuMeter:
     def attach(self, budget_bytes: int | None) -> None:
         """Nothing: on the CPU what the workload did before it trains (data, imports) is no device memory."""
 
-    def enter_training(self, model: Any, budget_bytes: int | None) -> int | None:
-        """Warm up, set the zero point, then the cap. Returns the bytes of the model's weights and buffers."""
+    def enter_training(self, model: Any, budget_bytes: int | None) -> Peaks:
+        """Warm up, set the zero point, then the cap. What loading holds is the weights: all else lies below the zero."""
         _warm_up_cpu()
         weights = tensor_bytes(_state_tensors(model))
         _touch(model)
@@ -88,7 +88,7 @@ class CpuMeter:
                 )
             self._set_cap(status["VmData"] + budget_bytes - weights)
         self.begin_phase()
-        return weights
+        return Peaks(None, None, weights, None)
 
     def _set_cap(self, data_bytes: int) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -162,6 +162,7 @@ class CudaCounters(Protocol):
     def peak_allocated_bytes(self) -> int: ...
     def peak_reserved_bytes(self) -> int: ...
     def reset_peaks(self) -> None: ...
+    def empty_cache(self) -> None: ...
     def retries(self) -> int: ...
     def set_fraction(self, fraction: float) -> None: ...
     def synchronize(self) -> None: ...
@@ -213,8 +214,12 @@ class CudaMeter:
             context = max(held - counters.reserved_bytes(), 0)
             self.context_bytes = max(context, self.context_bytes or 0)
 
-    def enter_training(self, model: Any, budget_bytes: int | None) -> int | None:
-        return tensor_bytes(_state_tensors(model))
+    def enter_training(self, model: Any, budget_bytes: int | None) -> Peaks:
+        """The peaks of loading, whose cached blocks are given back, so that none of it counts as training."""
+        peaks = self.peaks()
+        self._counters.empty_cache()
+        self.begin_phase()
+        return peaks
 
     def begin_phase(self) -> None:
         self._counters.reset_peaks()
@@ -305,6 +310,12 @@ class TorchCudaCounters:
         import torch
 
         torch.cuda.reset_peak_memory_stats()
+
+    def empty_cache(self) -> None:
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def retries(self) -> int:
         import torch

@@ -102,15 +102,25 @@ def _named(constructor: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def plain_arguments(arguments: Any, keywords: dict[str, Any]) -> dict[str, Any]:
-    """What of `keywords` differs from the class's defaults, as JSON values; secrets and objects left out."""
-    defaults = {f.name: f.default for f in dataclasses.fields(arguments)}
+    """What of `keywords` differs from the class's defaults, as JSON values; secrets and objects left out.
+
+    Parsers give every field: None for a list that has no flag, False for a default of "no". So an empty value that the
+    class resolves to its default is no difference either. (A value that is not empty may have been moved to a newer
+    name, which leaves the default behind under the old one.)
+    """
+    defaults = {f.name: json_value(_default(f)) for f in dataclasses.fields(arguments)}
     plain = {}
     for name, value in keywords.items():
-        value = json_value(value)
-        if name in SECRETS or value == json_value(defaults.get(name)) or value is UNSAYABLE:
-            continue
-        plain[name] = value
+        value, default = json_value(value), defaults.get(name)
+        resolved = json_value(getattr(arguments, name, value))
+        same = value == default or (not value and resolved == default) or (value is None and not default)
+        if name not in SECRETS and value is not UNSAYABLE and not same:
+            plain[name] = value
     return plain
+
+
+def _default(field: dataclasses.Field) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 UNSAYABLE = object()

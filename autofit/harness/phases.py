@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from transformers.trainer_pt_utils import find_batch_size
 
 from autofit.harness import rows
-from autofit.harness.device_meter import DeviceMeter, watch_training
+from autofit.harness.device_meter import DeviceMeter, Peaks, watch_training
 from autofit.harness.evaluation import AccumulationLog, project
 from autofit.harness.recorder import Recorder
 from autofit.harness.rules import InvalidProbe
@@ -79,8 +79,7 @@ class Phases(TrainerCallback):
         self._accumulated.install(transformers.trainer)
         self._prepare_training_rows()
         self._eval_name, self._eval_set = pick_evaluation_set(trainer, self.notes)
-        if self._eval_set is not None and _overrides(trainer, "get_eval_dataloader"):
-            self.notes.append("evaluation: the script makes its own loader, whose rows and batches were kept")
+        self._own_eval_loader = has_own_eval_loader(trainer)
         trainer.add_callback(self)
         self._wrap("training_step", self._training_step)
         self._wrap("_maybe_log_save_evaluate", self._log_save_evaluate)
@@ -95,14 +94,14 @@ class Phases(TrainerCallback):
         original = getattr(self._trainer, name)
         setattr(self._trainer, name, lambda *args, **kwargs: around(original, *args, **kwargs))
 
+    def begin_training(self, load_began: float, budget_bytes: int | None) -> None:
+        """Close the loading and set the meter for the training. `load_began` is a time of `perf_counter`."""
+        self._keep("load", load_began, self._meter.enter_training(self._trainer.model, budget_bytes))
+
     def _prepare_training_rows(self) -> None:
         trainer = self._trainer
-        dataset = trainer.train_dataset
-        effective = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
-        if not rows.has_rows(dataset):
-            dataset = rows.buffered(dataset, max(rows.SAMPLE_ROWS // 4, 4 * effective))
-            trainer.train_dataset = dataset
-            self.notes.append(f"rows: the first {len(dataset)} of an iterable data set")
+        effective = _effective_batch(trainer)
+        dataset = trainer.train_dataset = pick_training_set(trainer, self.notes)
         plan = rows.RowPlan(dataset, self._schedule.seed)
         self.longest_row, self._uniform = plan.longest_row, plan.uniform
         if plan.sampled < plan.total:
@@ -110,7 +109,6 @@ class Phases(TrainerCallback):
         self._sampler = rows.BlockSampler(plan, effective, PLANNED_STEPS)
         if _overrides(trainer, "get_train_dataloader"):
             self._sampler = None
-            self.notes.append("rows: the script makes its own training loader, whose order was kept")
         else:
             trainer._get_train_sampler = lambda *_: self._sampler
 
@@ -213,7 +211,7 @@ class Phases(TrainerCallback):
             yield from self._timed_windows()
         self._check_losses()
         self._close("train-again" if evaluating else "train", began)
-        if evaluating and self._eval_rows_timed:
+        if evaluating and self._eval_rows_timed and not self._own_eval_loader:
             yield from self._timed_evaluation()
         if self._schedule.save:
             began = self._open("save")
@@ -232,7 +230,9 @@ class Phases(TrainerCallback):
         return time.perf_counter()
 
     def _close(self, phase: str, began: float) -> PhaseRecord:
-        peaks = self._meter.peaks()
+        return self._keep(phase, began, self._meter.peaks())
+
+    def _keep(self, phase: str, began: float, peaks: Peaks) -> PhaseRecord:
         record = PhaseRecord(
             phase,
             time.perf_counter() - began,
@@ -246,11 +246,11 @@ class Phases(TrainerCallback):
 
     def _worst_case_steps(self) -> Iterator[str]:
         last = self._meter.peaks().process_bytes
-        for taken in range(2, MAX_STEPS + MAX_SKIPPED + 1):
+        while self.steps < MAX_STEPS:  # those that the fp16 scaler skips are bounded by themselves
             yield STEP
             peak = self._meter.peaks().process_bytes
             settled = last is not None and peak is not None and abs(peak - last) <= AGREEMENT * peak
-            if self.steps >= MIN_STEPS and (settled or taken >= MAX_STEPS):
+            if self.steps >= MIN_STEPS and settled:
                 return
             last = peak
 
@@ -281,7 +281,6 @@ class Phases(TrainerCallback):
                 # Loaders fetch ahead; the first whole pass over the typical rows also warms their shapes.
                 while self._sampler.kinds[self.steps + self.skipped - 1] != f"typical-{rows.TYPICAL_BLOCKS - 1}":
                     yield STEP
-        effective = self._trainer.args.train_batch_size * self._trainer.args.gradient_accumulation_steps
         windows: list[float] = []
         delay_before = run_delay_seconds()
         self._meter.synchronize()
@@ -300,13 +299,20 @@ class Phases(TrainerCallback):
             ):
                 break
         delay = _share(delay_before, run_delay_seconds(), sum(windows))
-        self.train_speed = Speed(effective * rows.TYPICAL_BLOCKS, tuple(windows), delay)
+        self.train_speed = Speed(_effective_batch(self._trainer) * rows.TYPICAL_BLOCKS, tuple(windows), delay)
 
     def _worst_case_evaluation(self) -> Iterator[str]:
         trainer, dataset = self._trainer, self._eval_set
+        if self._own_eval_loader:  # what it takes is not known, so it takes everything, and nothing is left to project
+            began = self._open("evaluate")
+            yield from self._evaluation(
+                trainer.eval_dataset if self._eval_name is None else trainer.eval_dataset[self._eval_name]
+            )
+            self._close("evaluate", began)
+            return
         batch = trainer.args.eval_batch_size
         plan = rows.RowPlan(dataset, self._schedule.seed)
-        count = min(EVAL_STEPS * batch, max(plan.total, batch))
+        count = min(EVAL_STEPS * batch, plan.total)
         base = self._meter.held_bytes()
         began = self._open("evaluate")
         yield from self._evaluation(rows.subset(dataset, plan.longest(count)))
@@ -359,7 +365,7 @@ class Phases(TrainerCallback):
         Collators that lay a batch out as one row (packing without padding) or a row out as two (pairs) are let be: the
         harness's own sampler has given them the right number.
         """
-        asked = self._trainer.args.train_batch_size * self._trainer.args.gradient_accumulation_steps
+        asked = _effective_batch(self._trainer)
         took = self._most_rows  # a script's own loader may end in a smaller batch
         if self._sampler is not None:
             in_one_row = took == self._trainer.args.gradient_accumulation_steps
@@ -392,10 +398,23 @@ class Phases(TrainerCallback):
                 )
 
 
+def pick_training_set(trainer: Any, notes: list[str]) -> Any:
+    """The training set, its rows to be asked for by index: of an iterable one the first rows. What was cut, and whether
+    the script has a loader of its own, is said in `notes`."""
+    dataset = trainer.train_dataset
+    if not rows.has_rows(dataset):
+        dataset = rows.buffered(dataset, max(rows.SAMPLE_ROWS // 4, 4 * _effective_batch(trainer)))
+        notes.append(f"rows: the first {len(dataset)} of an iterable data set")
+    if _overrides(trainer, "get_train_dataloader"):
+        notes.append("rows: the script makes its own training loader, whose order is kept")
+    return dataset
+
+
 def pick_evaluation_set(trainer: Any, notes: list[str]) -> tuple[str | None, Any]:
     """The evaluation set, its rows to be asked for by index; of several the one with the most rows, and its name.
 
-    None where there is none, or no rows in it. What was chosen or cut is said in `notes`.
+    None where there is none, or no rows in it. What was chosen or cut, and whether the script has a loader of its own,
+    is said in `notes`.
     """
     name, dataset = None, trainer.eval_dataset
     if isinstance(dataset, dict):
@@ -410,7 +429,23 @@ def pick_evaluation_set(trainer: Any, notes: list[str]) -> tuple[str | None, Any
         notes.append(
             f"evaluation: the first {len(dataset)} rows of an iterable data set; the projection covers only these"
         )
-    return name, dataset if dataset is not None and len(dataset) else None
+    if dataset is None or not len(dataset):
+        return name, None
+    if has_own_eval_loader(trainer):
+        notes.append(
+            "evaluation: the script makes its own loader, which runs over everything; it is measured, not tuned"
+        )
+    return name, dataset
+
+
+def has_own_eval_loader(trainer: Any) -> bool:
+    """Whether the script decides by itself which rows are evaluated and in which batches."""
+    return _overrides(trainer, "get_eval_dataloader")
+
+
+def _effective_batch(trainer: Any) -> int:
+    """Rows of one optimizer step."""
+    return trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
 
 
 def _overrides(trainer: Any, method: str) -> bool:

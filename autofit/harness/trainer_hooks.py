@@ -11,6 +11,7 @@ import json
 import os
 import runpy
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,7 +26,7 @@ from autofit.harness.workload_facts import describe
 from autofit.logits import REDUCTIONS
 from autofit.machine import run_delay_seconds
 from autofit.records import Failure, Outcome, Reply, Request
-from autofit.trainer_args import installed_name, probe_overrides
+from autofit.trainer_args import check_single_process, installed_name, probe_overrides
 
 OUTPUT_FOLDER = "output"  # in the probe's folder, in place of the user's output_dir; gone when the probe has ended
 
@@ -35,6 +36,7 @@ class Harness:
 
     def __init__(self, request: Request, meter: DeviceMeter, recorder: Recorder) -> None:
         self._request, self._meter, self._recorder = request, meter, recorder
+        self._began = time.perf_counter()
         self._given = GivenArguments()
         self._attached = False
         self._applied: list[tuple[Any, dict[str, Any]]] = []  # object, the candidate's fields as it resolved them
@@ -96,6 +98,7 @@ class Harness:
             self._user_resolved = {
                 f.name: json_value(getattr(arguments, f.name)) for f in dataclasses.fields(arguments)
             }
+            check_single_process(self._user_resolved)
             fields = tuple(self._user_resolved)
             overrides = dict(self._candidate_arguments())
             from autofit.harness import phases
@@ -143,7 +146,7 @@ class Harness:
             if trainer.args.n_gpu > 1:
                 raise RuntimeError("dataparallel_detected: the probe sees several GPUs; autofit shows it one")
             self._phases.attach()  # reads rows, which is no memory of the training
-            self._meter.enter_training(trainer.model, self._request.budget_bytes)
+            self._phases.begin_training(self._began, self._request.budget_bytes)
             train()
             self._meter.release()
             delay = _difference(delay_before, run_delay_seconds())

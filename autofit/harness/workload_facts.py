@@ -36,8 +36,12 @@ def describe(
     for parameter in trainable:
         name = str(parameter.dtype).removeprefix("torch.")
         dtypes[name] = dtypes.get(name, 0) + parameter.numel()
-    train_rows, longest = _row_facts(trainer.train_dataset)
-    eval_rows, _ = _row_facts(_largest(trainer.eval_dataset))
+    # What the probes will take, from the same functions; they need torch, which this module is imported without.
+    from autofit.harness.phases import has_own_eval_loader, pick_evaluation_set, pick_training_set
+
+    notes: list[str] = []
+    training = None if trainer.train_dataset is None else pick_training_set(trainer, notes)
+    _, evaluation = pick_evaluation_set(trainer, notes)
     has_metrics = trainer.compute_metrics is not None
     own_reduction = trainer.preprocess_logits_for_metrics is not None
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
@@ -59,35 +63,17 @@ def describe(
         has_metrics=has_metrics,
         has_logits_reduction=own_reduction,
         reductions=("full", *REDUCTIONS) if has_metrics and not own_reduction else (),
-        train_rows=train_rows,
-        eval_rows=eval_rows,
-        longest_row=longest,
+        train_rows=len(training) if training is not None and training is trainer.train_dataset else None,
+        eval_rows=None if evaluation is None or has_own_eval_loader(trainer) else len(evaluation),
+        longest_row=rows.RowPlan(training).longest_row if training is not None and len(training) else None,
         device_facts=_device_facts(request.device),
         modules=tuple(
             sorted(m for m in sys.modules if m.split(".")[0] in LIBRARIES and not m.startswith("torch.classes"))
         ),
         forkable=forkable,
         config=_sizes(model),
+        notes=tuple(notes),
     )
-
-
-def _row_facts(dataset: Any) -> tuple[int | None, int | None]:
-    """(rows, elements of the longest); None where the data set does not tell."""
-    if dataset is None:
-        return None, None
-    if not rows.has_rows(dataset):
-        sample = rows.buffered(dataset, 64)
-        return (None if not sample else len(sample)), max((rows.row_elements(r) for r in sample), default=None)
-    if len(dataset) == 0:
-        return 0, None
-    plan = rows.RowPlan(dataset)
-    return plan.total, plan.longest_row
-
-
-def _largest(dataset: Any) -> Any:
-    if isinstance(dataset, dict):
-        return max(dataset.values(), key=lambda d: len(d) if hasattr(d, "__len__") else 0, default=None)
-    return dataset
 
 
 def _base(model: Any) -> Any:

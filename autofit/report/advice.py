@@ -1,63 +1,237 @@
-"""What to say when nothing fits: how far away the best was, and what would help, each as a command to try."""
+"""What to say when nothing fits: how far away the best was, and what would help, each as something to try.
 
-from autofit.records import Budget, Description, Measurement, Task
+A peak is told only where a probe ran to its end; of one that died at the cap only a lower bound is known, and where not
+even that, an estimate by formula, said to be one. Remedies carry estimated savings, which order them and prove nothing.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autofit.failure import parse_oom_message
+from autofit.knobs import OTHER_OPTIMIZERS
+from autofit.prediction import Predictor
+from autofit.records import Budget, Candidate, Description, Measurement, ModelTask, Outcome, Task
+from autofit.selection import fits_training
 from autofit.units import format_bytes
 
+EVALUATION = ("evaluate", "metrics")
+MEMORY = (Outcome.DEVICE_OOM, Outcome.HOST_OOM, Outcome.OVER_BUDGET)
+SPARE = 1.05  # of a larger budget above the peak that was measured
+LORA_STATES = 3  # gradients and the two moments of Adam, each as large as what is trained
+ADAFACTOR_SAVES = 1.9  # of the two moments of Adam; it keeps a row and a column of one
+LEAST_TOKENS = 64  # shorter rows are not advised
 
-def nothing_fits(history: list[Measurement], budget: Budget, description: Description, task: Task) -> str:
-    """One message: the smallest peak seen, the gap to the budget, and remedies, the most effective first."""
-    peaks = [(m.peak_bytes, m.probe) for m in history if m.ran and m.peak_bytes is not None]
-    limit = format_bytes(budget.device_bytes, budget.unit)
-    if peaks:
-        smallest, probe = min(peaks)
-        gap = format_bytes(smallest - budget.device_bytes, budget.unit)
-        seen = f"the smallest peak seen is {format_bytes(smallest, budget.unit)} (probe {probe}), {gap} above the budget of {limit}"
-        if smallest <= budget.device_bytes:
-            seen = f"the smallest peak seen is {format_bytes(smallest, budget.unit)} (probe {probe}), but no candidate passed every phase under {limit}"
-    else:
-        seen = f"every candidate ran out of memory under the budget of {limit}"
-    lines = [f"nothing fits: {seen}; no file was written. What would help, most effective first:"]
+
+@dataclass(frozen=True)
+class Remedy:
+    """Something to try. `saved_bytes` is an estimate, None where there is none."""
+
+    text: str
+    saved_bytes: int | None
+    of_evaluation: bool = False
+
+
+def nothing_fits(history: Sequence[Measurement], budget: Budget, description: Description, task: Task) -> str:
+    """One message: how far from the budget the nearest was, and remedies, the most effective first."""
+    lines = [
+        f"nothing fits: {_nearest(history, budget, description)}; no file was written. What would help, the most effective first:"
+    ]
     return "\n".join([*lines, *(f"  {text}" for text in remedies(history, budget, description, task))])
 
 
-def remedies(history: list[Measurement], budget: Budget, description: Description, task: Task) -> list[str]:
-    """Ways out with the command that tries each. Savings are by formula: Adam keeps three copies of what is trained."""
-    found: list[tuple[int, str]] = []
-    moments = 3 * description.trainable_bytes
-    in_evaluation = [m for m in history if m.failure is not None and m.failure.phase in ("evaluate", "metrics")]
-    if task.model is not None:
-        model = task.model
-        if model.lora_rank is None:
-            found.append(
-                (moments, f"train adapters only (saves about {format_bytes(moments, budget.unit)}): add --lora r=16")
-            )
-        if model.seq_len is not None and model.seq_len > 64:
-            found.append(
-                (moments // 2, f"shorter rows (activations shrink in proportion): add --seq-len {model.seq_len // 2}")
-            )
-        if model.dtype == "float32":
-            found.append(
-                (description.parameter_bytes * 2, "16-bit weights (changes the training): add --dtype bfloat16")
-            )
-    else:
-        found.append(
-            (
-                moments,
-                f"train adapters only with PEFT (saves about {format_bytes(moments, budget.unit)}): change the script",
-            )
-        )
-        found.append((moments // 2, "shorter rows: lower the script's maximum length"))
-    saved = int(description.trainable_bytes * 1.9)
-    found.append(
-        (
-            saved,
-            f"another optimizer (changes the training, saves about {format_bytes(saved, budget.unit)}): add --allow training",
-        )
+def remedies(history: Sequence[Measurement], budget: Budget, description: Description, task: Task) -> list[str]:
+    """Ways out by estimated saving; where only evaluation fails, those of evaluation first and a larger budget last."""
+    found = _evaluation_remedies(history, budget, description, task)
+    tried = [m.candidate for m in history]
+    if tried:
+        smallest = min(tried, key=_predictor(history, description).train_bytes)
+        found += _training_remedies(tried, smallest, description, task)
+    first = only_evaluation_fails(history, budget)
+    found.sort(key=lambda r: (not (first and r.of_evaluation), -(r.saved_bytes or 0)))
+    texts = [r.text + _saving(r.saved_bytes, budget) for r in found]
+    return texts + _larger_budget(history, budget, description)
+
+
+def only_evaluation_fails(history: Sequence[Measurement], budget: Budget) -> bool:
+    """Whether some settings train within the budget, so that evaluation alone is in the way."""
+    return any(map(_fails_in_evaluation, history)) and any(fits_training(m, budget) for m in history)
+
+
+def _fails_in_evaluation(m: Measurement) -> bool:
+    return m.outcome in MEMORY and m.failure is not None and m.failure.phase in EVALUATION
+
+
+# ---- how far away ----
+
+
+def _nearest(history: Sequence[Measurement], budget: Budget, description: Description) -> str:
+    size = lambda held: format_bytes(held, budget.unit)  # noqa: E731
+    limit, lead = budget.device_bytes, ""
+    if only_evaluation_fails(history, budget):
+        lead = "training fits and evaluation does not; "
+    above = peaks_above(history, budget, description)
+    if above:
+        held, probe = above[0]
+        return f"{lead}the smallest peak above the budget of {size(limit)} is {size(held)} (probe {probe}), {size(held - limit)} too much"
+    count = len({m.candidate for m in history if m.outcome in MEMORY})
+    all_failed = count == len({m.candidate for m in history})
+    who = f"all {count} candidates tried" if all_failed else f"{count} of the candidates tried"
+    text = f"{lead}{who} ran out of memory under the budget of {size(limit)}"
+    bounds = [(held or 0, asked or 0, m.probe) for m in history for held, asked in [_bound(m)] if held or asked]
+    if bounds:
+        held, asked, probe = min(bounds, key=lambda b: (not b[0], b[0] + b[1]))  # what was held says more
+        if not held:
+            return f"{text}; probe {probe} was refused {size(asked)} there"
+        refused = f" when it was refused {size(asked)} more" if asked else ""
+        return f"{text}; the smallest (probe {probe}) held at least {size(held)}{refused}"
+    estimate = _smallest_estimate(history, budget, description)
+    return text if estimate is None else f"{text}; the smallest needs ~{size(estimate)}, an estimate by formula"
+
+
+def peaks_above(history: Sequence[Measurement], budget: Budget, description: Description) -> list[tuple[int, str]]:
+    """(bytes, probe) of whole runs above the budget, the smallest first; of those that evaluated where any did."""
+    ran = [m for m in history if m.ran and m.peak_bytes is not None and m.peak_bytes > budget.device_bytes]
+    whole = [m for m in ran if m.eval_bytes is not None] if description.eval_rows else []
+    return sorted((m.peak_bytes, m.probe) for m in whole or ran)
+
+
+def _bound(m: Measurement) -> tuple[int | None, int | None]:
+    """(bytes that a probe which died for device memory held at least, bytes that it was refused), None where unknown."""
+    if m.outcome is not Outcome.DEVICE_OOM:
+        return None, None
+    facts = parse_oom_message(m.failure.message if m.failure else "")
+    if facts.requested_bytes is None and m.failure:
+        facts = parse_oom_message(m.failure.traceback)
+    known = [held for held in (m.peak_bytes, facts.process_bytes, facts.allocated_bytes) if held is not None]
+    return max(known, default=None), facts.requested_bytes
+
+
+def _predictor(history: Sequence[Measurement], description: Description) -> Predictor:
+    # Only a GPU has a name among the device's facts.
+    predictor = Predictor(description, "cuda:0" if "name" in description.device_facts else "cpu")
+    for m in history:
+        predictor.learn(m)
+    return predictor
+
+
+def _smallest_estimate(history: Sequence[Measurement], budget: Budget, description: Description) -> int | None:
+    """Of the candidates that ran out of device memory; None where the formula says that one of them fits."""
+    predictor = _predictor(history, description)
+    smallest = min(
+        (predictor.train_bytes(m.candidate) for m in history if m.outcome is Outcome.DEVICE_OOM), default=None
     )
-    if in_evaluation and description.has_metrics and not description.has_logits_reduction:
-        found.append((budget.device_bytes, "reduce logits before they accumulate in evaluation: add --allow code"))
-    peaks = [m.peak_bytes for m in history if m.ran and m.peak_bytes is not None]
-    if peaks:
-        need = -(-min(peaks) * 21 // 20 // 10**6)
-        found.append((1, f"a larger budget: --budget {need}MB is what the smallest candidate took, with 5 % to spare"))
-    return [text for _, text in sorted(found, key=lambda pair: -pair[0])]
+    return smallest if smallest is not None and smallest > budget.device_bytes else None
+
+
+# ---- what would help ----
+
+
+def _training_remedies(
+    tried: Sequence[Candidate], smallest: Candidate, description: Description, task: Task
+) -> list[Remedy]:
+    found, model = [], task.model
+    trainable = description.trainable_bytes
+    if 2 * description.trainable_parameters > description.parameters:
+        how = "add --lora r=16" if model else "wrap the model in the script: get_peft_model(model, LoraConfig(r=16))"
+        found.append(Remedy(f"train adapters only: {how}", LORA_STATES * trainable))
+    tokens = model.seq_len if model else description.longest_row
+    is_text = model is not None or not description.config.get("patch_size")
+    if is_text and tokens is not None and tokens > LEAST_TOKENS:
+        how = f"add --seq-len {tokens // 2}" if model else f"max_length={tokens // 2} where the script tokenizes"
+        found.append(Remedy(f"shorter rows: {how}", _saved_by_half_the_row(smallest, description)))
+    if description.dtypes.get("float32", 0) * 2 > description.parameters:
+        how = "add --dtype bfloat16" if model else "from_pretrained(…, dtype=torch.bfloat16) in the script"
+        states = description.parameter_bytes + LORA_STATES * trainable
+        found.append(Remedy(f"16-bit weights (changes the training): {how}", states // 2))
+    if not any(c.get("optim") in OTHER_OPTIMIZERS for c in tried):
+        found.append(
+            Remedy("another optimizer (changes the training): add --allow training", int(trainable * ADAFACTOR_SAVES))
+        )
+    return found
+
+
+def _saved_by_half_the_row(candidate: Candidate, description: Description) -> int | None:
+    """By the formula alone, whose activations grow with the row."""
+    if description.longest_row is None:
+        return None
+    half = dataclasses.replace(description, longest_row=description.longest_row // 2)
+    whole, less = (_predictor((), d).train_bytes(candidate) for d in (description, half))
+    return max(whole - less, 0) or None
+
+
+def _evaluation_remedies(
+    history: Sequence[Measurement], budget: Budget, description: Description, task: Task
+) -> list[Remedy]:
+    failed = [m for m in history if _fails_in_evaluation(m)]
+    if not failed:
+        return []
+    found = []
+    # The loop holds what it gathered twice while it concatenates.
+    grown = [2 * m.growth.device_bytes_per_row * m.growth.rows_total for m in failed if m.growth is not None]
+    gathered = int(max(grown, default=0)) or None
+    reduced = description.has_logits_reduction or any(m.candidate.get("logits", "full") != "full" for m in history)
+    if task.script is not None and description.has_metrics and not reduced:
+        found.append(Remedy("reduce logits before they gather in evaluation: add --allow code", gathered, True))
+    if task.model is not None:
+        found += _fewer_rows(task.model, gathered)
+    batches = [int(m.candidate.get("per_device_eval_batch_size") or 1) for m in failed]
+    if min(batches) > 1:
+        found.append(
+            Remedy("a smaller evaluation batch: add --knob per_device_eval_batch_size=1", _by_one_row(failed), True)
+        )
+    host = [
+        m.growth.projected_host_bytes + (m.host_bytes or 0)
+        for m in failed
+        if m.outcome is Outcome.HOST_OOM and m.growth
+    ]
+    if host:
+        found.append(Remedy(f"more host memory: add --host-budget {option_size(min(host), budget.unit)}", None, True))
+    return found
+
+
+def _fewer_rows(model: ModelTask, gathered: int | None) -> list[Remedy]:
+    rows = model.eval_rows // 2
+    how = f"evaluate on fewer rows, in your training too: add --eval-rows {rows}"
+    return [Remedy(how, gathered and gathered // 2, True)] if rows > 0 else []
+
+
+def _by_one_row(failed: Sequence[Measurement]) -> int | None:
+    """What the measured part of evaluation holds at most for the rows beyond the first."""
+    held = [
+        int((p.process_bytes - (m.phase("load").process_bytes or 0)) * (1 - 1 / batch))
+        for m in failed
+        if (p := m.phase("evaluate")) is not None and p.process_bytes is not None and m.phase("load") is not None
+        if (batch := int(m.candidate.get("per_device_eval_batch_size") or 1)) > 1
+    ]
+    return max(min(held), 0) or None if held else None
+
+
+def _larger_budget(history: Sequence[Measurement], budget: Budget, description: Description) -> list[str]:
+    """The need is that of a peak above the budget; without one, the smallest estimate; without either, nothing."""
+    above = peaks_above(history, budget, description)
+    estimate = None if only_evaluation_fails(history, budget) else _smallest_estimate(history, budget, description)
+    if above:
+        need, source = int(above[0][0] * SPARE), f"what probe {above[0][1]} took, with 5 % to spare"
+    elif estimate is not None:
+        need, source = int(estimate * SPARE), "an estimate by formula for the smallest candidate tried"
+    else:
+        return []
+    size = option_size(need, budget.unit)
+    if not budget.text:  # the budget is all that this device has
+        return [f"a device with at least {size}, which --device names ({source})"]
+    return [f"a larger budget: --budget {size} ({source})"]
+
+
+def option_size(amount: int, unit: str) -> str:
+    """`amount` rounded up, as an option takes it, in the family of `unit`: `525MB`, `26.1GiB`."""
+    binary = "i" in unit.lower()
+    step, middle = (2**10, "i") if binary else (10**3, "")
+    if amount >= 10 * step**3:
+        return f"{math.ceil(amount * 10 / step**3) / 10:g}G{middle}B"
+    return f"{math.ceil(amount / step**2)}M{middle}B"
+
+
+def _saving(saved: int | None, budget: Budget) -> str:
+    return "" if not saved else f" (saves ~{format_bytes(saved, budget.unit)})"

@@ -4,7 +4,10 @@ One place, so that a knob is called the same in a progress line, in the table an
 from users or from a child's output goes through `plain` before it is drawn.
 """
 
+import re
+
 from autofit.records import Candidate, Failure, KnobValue, Measurement, Outcome
+from autofit.units import format_bytes
 
 # TrainingArguments field or knob -> the head of its column. Accumulation stands beside the batch.
 COLUMNS = {
@@ -33,10 +36,30 @@ PHASES = {
 
 UNKNOWN = "–"
 
+# Bytes as torch, the operating system and this package's children write them.
+_SIZE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?) (bytes|[KMGT]i?B)(?!\w)")
+_FACTORS = {"bytes": 1} | {f"{p}{i}B": (1024 if i else 1000) ** n for n, p in enumerate("KMGT", 1) for i in ("", "i")}
+
 
 def plain(text: object) -> str:
     """`text` as one line that can be printed anywhere: no escape sequence, no line break, no half character."""
     return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+
+
+def in_unit(text: object, unit: str) -> str:
+    """`text` as one plain line, its sizes (`96.00 MiB`, `612000000 bytes`) in the user's own family of units."""
+    written = lambda found: format_bytes(round(float(found[1]) * _FACTORS[found[2]]), unit)  # noqa: E731
+    return _SIZE.sub(written, plain(text))
+
+
+def about_text(seconds: float) -> str:
+    """A time that is only an estimate, told no finer than that: `about 40 s`, `about 4 min`, `about 1 h 20 min`."""
+    if seconds < 55:
+        return f"about {max(round(seconds / 5) * 5, 5)} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"about {max(minutes, 1)} min"
+    return f"about {minutes // 60} h" + (f" {minutes % 60} min" if minutes % 60 else "")
 
 
 def knob_texts(candidate: Candidate) -> dict[str, str]:

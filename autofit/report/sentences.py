@@ -10,7 +10,7 @@ from autofit.emission import ARGUMENTS_FILE, SNIPPET_FILE
 from autofit.knobs import KNOBS, needs_code
 from autofit.records import Budget, Candidate, Choice, Measurement, Outcome, Selection
 from autofit.report.labels import change_text, gain_text, phase_text, plain, rate_text, spread_text
-from autofit.report.summary import Row, deciding, is_projected, nearest_row, rate, summarize
+from autofit.report.summary import FITTING, Row, deciding, is_projected, nearest_row, rate, summarize
 from autofit.selection import changes, leaders, score
 from autofit.trainer_args import installed_name
 from autofit.units import format_bytes
@@ -31,9 +31,10 @@ def answer(selection: Selection, measurements: Iterable[Measurement], budget: Bu
     if best is not None:
         sentences.append(f"{_headline(best, selection, listed, budget)}: {_why(best, selection, rows)}.")
     if coded is not None and (best is None or coded.candidate != best.candidate):
-        base = best.candidate if best is not None else selection.baseline
-        lead = f"With code ({change_text(base, coded.candidate)})" if best else "What fits needs code"
-        sentences.append(f"{lead}: {_headline(coded, selection, listed, budget)}.")
+        if best is None:
+            sentences.append(f"What fits needs code: {_headline(coded, selection, listed, budget)}.")
+        else:
+            sentences.append(_coded_sentence(coded, best, selection, listed, budget))
     return sentences
 
 
@@ -88,6 +89,35 @@ def _headline(choice: Choice, selection: Selection, measurements: Sequence[Measu
     if choice.eval_per_second is not None:
         text += f", evaluation {rate_text(choice.eval_per_second)} rows/s"
     return text
+
+
+def _coded_sentence(
+    coded: Choice, best: Choice, selection: Selection, measurements: Sequence[Measurement], budget: Budget
+) -> str:
+    """What code adds to the best: its gain in training where it trains faster, else the phase that gained."""
+    lead = f"With code ({change_text(best.candidate, coded.candidate)})"
+    trains_faster = _train_knobs(coded.candidate) != _train_knobs(best.candidate) and not _as_fast(coded, best)
+    if trains_faster or not (coded.eval_per_second and best.eval_per_second):
+        return f"{lead}: {_headline(coded, selection, measurements, budget)}."
+    own = f"{rate_text(coded.eval_per_second)} rows/s"
+    peak = _peak(coded, measurements, budget)
+    if _is_disturbed(coded, selection) or _is_disturbed(best, selection):
+        return f"{lead}: evaluation {own}, peak {peak}."
+    ratio = gain_text(coded.eval_per_second / best.eval_per_second)
+    against = f"({own} against {rate_text(best.eval_per_second)})"
+    return f"{lead}: evaluation {ratio} the rows/s of best {against}, training as without code, peak {peak}."
+
+
+def _as_fast(coded: Choice, best: Choice) -> bool:
+    """Whether the two trained equally fast within their spreads."""
+    noise = (coded.train_spread**2 + best.train_spread**2) ** 0.5
+    return coded.train_per_second / best.train_per_second - 1 <= noise
+
+
+def _is_disturbed(choice: Choice, selection: Selection) -> bool:
+    """Whether it has no gain although the user's settings fit: its confirmation, or theirs, was contaminated."""
+    comparable = selection.baseline_outcome in FITTING and choice.candidate != selection.baseline
+    return comparable and choice.gain is None
 
 
 def _peak(choice: Choice, measurements: Sequence[Measurement], budget: Budget) -> str:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from autofit.records import Budget, Candidate, Choice, Measurement, Outcome, Selection
-from autofit.report.labels import UNKNOWN, knob_texts, plain
-from autofit.selection import changes, reason, usable, window_rates
+from autofit.report.labels import UNKNOWN, in_unit, knob_texts, plain
+from autofit.selection import changes, failure_reason, usable, window_rates
 from autofit.units import format_bytes
 
 FITTING = (Outcome.FITS, Outcome.CONTAMINATED)
@@ -76,7 +76,7 @@ def summarize(measurements: Iterable[Measurement], selection: Selection, budget:
         varying=tuple(column for column in columns if column not in same),
         same=same,
         failures=tuple(_failure_row(m, budget, folder) for m in sorted(failed, key=lambda m: m.probe)),
-        notes=tuple(_notes(rows, [m for group in groups.values() for m in group], selection)),
+        notes=tuple(_notes(rows, [m for group in groups.values() for m in group], selection, budget)),
     )
 
 
@@ -145,7 +145,7 @@ def _row(group: Sequence[Measurement], selection: Selection, budget: Budget, own
         if chosen and candidate != selection.baseline:
             gain = chosen[0][1].gain  # the confirmation's: the only one that did not also choose it
     evaluated = max((m for m in group if m.eval_bytes is not None), key=lambda m: m.eval_bytes, default=None)
-    why = "" if chosen else selection.reasons.get(candidate.key) or reason(last, budget, None)
+    why = "" if chosen else selection.reasons.get(candidate.key) or failure_reason(last) or ""
     return Row(
         candidate=candidate,
         role=", ".join(roles),
@@ -169,7 +169,7 @@ def _order(row: Row) -> tuple:
 
 
 def _failure_row(m: Measurement, budget: Budget, folder: str) -> FailureRow:
-    message = plain(m.failure.message) if m.failure else ""
+    message = in_unit(m.failure.message, budget.unit) if m.failure else ""
     if m.outcome is Outcome.OVER_BUDGET:
         sign = "~" if is_projected(m) and m.peak_bytes == m.eval_bytes else ""
         held, allowed = format_bytes(m.peak_bytes, budget.unit), format_bytes(budget.device_bytes, budget.unit)
@@ -183,7 +183,12 @@ def _failure_row(m: Measurement, budget: Budget, folder: str) -> FailureRow:
     return FailureRow(m.candidate, m.probe, m.outcome, phase, message, f"{folder}/probes/{m.probe}")
 
 
-def _notes(rows: Sequence[Row], measurements: Sequence[Measurement], selection: Selection) -> list[str]:
+def facts_noted(m: Measurement) -> tuple[str, ...]:
+    """What a probe noted of itself; of a contaminated one without the last note, which says by what."""
+    return m.notes[:-1] if m.outcome is Outcome.CONTAMINATED else m.notes
+
+
+def _notes(rows: Sequence[Row], measurements: Sequence[Measurement], selection: Selection, budget: Budget) -> list[str]:
     notes = []
     capped = [m.cap for m in measurements if m.cap in ("enforced", "judged")]
     judged = capped.count("judged")
@@ -200,4 +205,7 @@ def _notes(rows: Sequence[Row], measurements: Sequence[Measurement], selection: 
         notes.append("contaminated: others used the machine while it was timed, so its speed says little")
     if any(row.gain is not None and row.role and "yours" not in row.role for row in rows):
         notes.append("the gain of the chosen is the confirmation's, where it ran in turn with your settings")
-    return notes + [plain(note) for note in selection.notes]
+    chosen = {choice.candidate for _, choice in choices(selection)}
+    noted = [note for m in measurements if m.candidate in chosen for note in facts_noted(m)]
+    told = [in_unit(note, budget.unit) for note in (*noted, *selection.notes)]
+    return list(dict.fromkeys((*notes, *told)))

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from autofit.records import Candidate
 from autofit.report.grid import Column, fold_parts, lay_out
-from autofit.report.labels import UNKNOWN, change_text, gain_text, knob_texts, plain, rate_text, spread_text
+from autofit.report.labels import UNKNOWN, about_text, change_text, gain_text, knob_texts, plain, rate_text, spread_text
 from autofit.report.sentences import answer, difference, next_command
 from autofit.report.summary import Row, Summary, summarize
 from autofit.report.terminal import print_folded, print_line
@@ -117,23 +117,26 @@ def draw_failures(summary: Summary, console: Console, baseline: Candidate | None
 
 
 def draw_plan(plan: Any, console: Console) -> None:
-    """An `api.Plan`: what would be tried, in order. Everything in it is an estimate."""
+    """An `api.Plan`: what would be probed, in order. Everything in it is an estimate."""
     unit, limit = plan.budget.unit, plan.budget.device_bytes
-    own = next((seconds for candidate, _, seconds in plan.candidates if candidate == plan.baseline), None)
     shown = plan.candidates[:PLAN_ROWS]
-    texts = [knob_texts(candidate) for candidate, _, _ in shown]
+    texts = [knob_texts(step.candidate) for step in shown]
     names = dict.fromkeys(name for text in texts for name in text)
     varying = [name for name in names if len({text.get(name, "none") for text in texts}) > 1]
-    columns = [Column("", right=True), *(Column(name, fold=KNOB + n) for n, name in enumerate(varying))]
-    columns += [Column("estimated train peak", right=True), Column("estimated speed", right=True), Column("", fold=WHY)]
+    columns = [Column("", right=True), Column("probe"), *(Column(n, fold=KNOB + i) for i, n in enumerate(varying))]
+    columns += [
+        Column("estimated train peak", right=True),
+        Column("estimated speed", right=True),
+        Column("why", fold=WHY),
+    ]
     cells = []
-    for number, ((candidate, held, seconds), text) in enumerate(zip(shown, texts, strict=True), start=1):
-        speed = gain_text(own / seconds) if own and seconds else UNKNOWN
-        note = "yours" if candidate == plan.baseline else "" if held <= limit else "above the budget"
-        row = [str(number), *(text.get(name, "none") for name in varying)]
-        cells.append([*row, f"~{format_bytes(held, unit)}", f"~{speed}", note])
+    for number, (step, text) in enumerate(zip(shown, texts, strict=True), start=1):
+        speed = f"~{gain_text(1 / step.relative_seconds)}" if step.relative_seconds else UNKNOWN
+        note = "" if step.train_bytes <= limit else ", above the budget by estimate"
+        row = [str(number), step.purpose, *(text.get(name, "none") for name in varying)]
+        cells.append([*row, f"~{format_bytes(step.train_bytes, unit)}", speed, plain(step.why) + note])
     print_line(console, "")
-    for line in lay_out(columns, cells, console.width):
+    for line in lay_out(columns, cells, console.width) if cells else ():
         print_line(console, line.text, "bold" if line.row is None else "")
     same = [f"{name} {texts[0].get(name, 'none')}" for name in names if name not in varying] if texts else []
     for text in fold_parts(same, console.width, first="the same for all: "):
@@ -141,8 +144,13 @@ def draw_plan(plan: Any, console: Console) -> None:
     if len(plan.candidates) > len(shown):
         print_line(console, f"and {len(plan.candidates) - len(shown)} more")
     print_line(console, "")
-    took = "" if plan.estimated_seconds is None else f"; a search takes about {format_seconds(plan.estimated_seconds)}"
-    print_folded(console, f"nothing was probed: these are estimates by formula, and no answer{took}")
+    if not cells:
+        print_folded(console, "no candidate is left to try but the winner's confirmation")
+    took = (
+        "" if plan.estimated_seconds is None else f"; a search takes {about_text(plan.estimated_seconds)}, an estimate"
+    )
+    told = "nothing was probed: peaks and speeds are estimates by formula, and what is measured changes the order"
+    print_folded(console, told + took)
 
 
 def timing_text(timing: dict[str, float]) -> str:

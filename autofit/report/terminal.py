@@ -14,8 +14,17 @@ from autofit import __version__
 from autofit.launch import Progress
 from autofit.records import Budget, Candidate, Description, Machine, Measurement, Outcome, Task
 from autofit.report.grid import fold_parts
-from autofit.report.labels import change_text, count_text, knob_texts, outcome_text, plain, rate_text
-from autofit.report.summary import FITTING, is_projected
+from autofit.report.labels import (
+    about_text,
+    change_text,
+    count_text,
+    in_unit,
+    knob_texts,
+    outcome_text,
+    plain,
+    rate_text,
+)
+from autofit.report.summary import FITTING, facts_noted, is_projected
 from autofit.study.listener import Listener
 from autofit.units import format_bytes, format_seconds
 
@@ -40,6 +49,8 @@ class TerminalListener(Listener):
         self._shown = ""
         self._budget: Budget | None = None
         self._baseline: Candidate | None = None
+        self._said_left = False
+        self._noted_baseline = False
         self._running: tuple[str, list[str]] | None = None  # what comes before and after the place where the probe is
 
     def prepared(self, task: Task, machine: Machine, budget: Budget, folder: str, resumed: int) -> None:
@@ -64,29 +75,43 @@ class TerminalListener(Listener):
         self._print_fact("space", [f"{candidates} candidates"])
 
     def said(self, text: str) -> None:
-        self._print_parts([plain(text)], "- ", "  ")
+        self._print_parts([in_unit(text, self._unit)], "- ", "  ")
 
     def probe_started(
         self, probe: str, purpose: str, candidate: Candidate, why: str, seconds_left: float | None
     ) -> None:
-        left = [] if seconds_left is None else [f"about {format_seconds(seconds_left)} left"]
-        self._running = (f"{probe} {purpose}", [*left, change_text(self._baseline, candidate), why])
+        left = [] if seconds_left is None else [f"{about_text(seconds_left)} left"]
+        if left and purpose != "baseline" and not self._said_left:
+            self._said_left = True
+            self.said(f"{left[0]} (an estimate)")
+        self._running = (
+            f"{probe} {purpose}",
+            [*left, change_text(self._baseline, candidate), in_unit(why, self._unit)],
+        )
         self._show([])
 
     def probe_progressed(self, progress: Progress) -> None:
         step = "" if progress.step is None else f" step {progress.step}"
-        host = format_bytes(progress.host_bytes, self._budget.unit if self._budget else "GiB")
+        host = format_bytes(progress.host_bytes, self._unit)
         if self._budget:
             host += f" of {format_bytes(self._budget.host_bytes, self._budget.unit)}"
         self._show([f"{progress.phase}{step}", format_seconds(progress.seconds), f"host {host}"])
 
     def probe_ended(self, measurement: Measurement, best: Measurement | None) -> None:
         self._running = None
-        parts = probe_parts(measurement, best, self._baseline, self._budget.unit if self._budget else "GiB")
+        parts = probe_parts(measurement, best, self._baseline, self._unit)
         fits = measurement.outcome in FITTING
         is_best = best is not None and best.probe == measurement.probe
         style = "green" if is_best else "" if fits else "red"
         self._print_parts(parts, f"{plain(measurement.probe)}  ", PROBE_INDENT, style)
+        if measurement.purpose == "baseline" and not self._noted_baseline:
+            self._noted_baseline = True
+            for note in dict.fromkeys(facts_noted(measurement)):
+                self.said(note)
+
+    @property
+    def _unit(self) -> str:
+        return self._budget.unit if self._budget else "GiB"
 
     def close(self) -> None:
         """Remove the line that changes; called before anybody else prints."""
@@ -127,7 +152,7 @@ def probe_parts(m: Measurement, best: Measurement | None, baseline: Candidate | 
         parts.append(f"peak {sign}{format_bytes(m.peak_bytes, unit)}")
     parts.append(format_seconds(m.seconds))
     if m.outcome is Outcome.CONTAMINATED:
-        parts += [plain(note) for note in m.notes[-1:]]
+        parts += [in_unit(note, unit) for note in m.notes[-1:]]
     if best is not None and best.train_speed is not None:
         own = best.probe == m.probe
         parts.append("best so far" if own else f"best so far {rate_text(best.train_speed.per_second)} ({best.probe})")

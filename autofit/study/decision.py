@@ -16,6 +16,7 @@ from autofit.study.driver import Search, choice_of
 BEST, WITH_CODE = "best", "best-with-code"
 MOST_FALLBACKS = 3  # winners that may fail their confirmation before the search gives up
 TRAIN_FALLBACKS = 3  # training settings on top of which evaluation is tried
+EVAL_NOISE = 0.05  # a timed evaluation is one to three passes, too few for a spread
 UNMENDABLE = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.KILLED, Outcome.INVALID)
 
 
@@ -42,7 +43,7 @@ class Decision:
             if (
                 whole is not None
                 and needs_code(whole, self._baseline)
-                and (best is None or self._measured_gain(whole, best.candidate))
+                and (best is None or (self._search.may_confirm() and self._measured_gain(whole, best.candidate)))
             ):
                 with_code = self._confirm(WITH_CODE, whole, in_code=True)
         if with_code is not None and best is not None and not self._gains(with_code, best):
@@ -80,10 +81,15 @@ class Decision:
         draft = self._folder / f"unconfirmed-{name}"
         tried: set[str] = set()
         while candidate is not None and len(tried) < MOST_FALLBACKS:
+            if tried and candidate not in self._search.confirmed() and not self._search.may_confirm():
+                self._search.say("no probes are left to confirm the next best; raise --max-probes")
+                break
             tried.add(candidate.key)
-            self._emit(draft, candidate)
-            confirmed = self._search.confirm(candidate, draft)
-            shutil.rmtree(draft, ignore_errors=True)
+            try:
+                self._emit(draft, candidate)
+                confirmed = self._search.confirm(candidate, draft)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
             if confirmed is not None:
                 self._emit(self._folder / name, candidate)
                 return choice_of(confirmed, self._folder / name)
@@ -92,9 +98,10 @@ class Decision:
         return None
 
     def _next_best(self, failed: Candidate, tried: set[str], in_code: bool) -> Candidate | None:
+        """One that an earlier run of this search has confirmed already, else the next by speed."""
         evaluation = _phase_part(failed, "evaluate")
-        candidates = [s.candidate.but(evaluation) for s in self._search.ranked(in_code)]
-        return next((c for c in candidates if c.key not in tried), None)
+        candidates = [*self._search.confirmed(), *(s.candidate.but(evaluation) for s in self._search.ranked(in_code))]
+        return next((c for c in candidates if c.key not in tried and needs_code(c, self._baseline) == in_code), None)
 
     def _emit(self, folder: Path, candidate: Candidate) -> None:
         try:
@@ -119,10 +126,13 @@ class Decision:
         return False
 
     def _gains(self, with_code: Choice, best: Choice) -> bool:
-        faster = [with_code.train_per_second / best.train_per_second]
-        if with_code.eval_per_second and best.eval_per_second:
-            faster.append(with_code.eval_per_second / best.eval_per_second)
-        return max(faster) > 1 + self._min_gain
+        """Whether code paid in training, or in evaluation without a loss in training, beyond the noise."""
+        noise = (with_code.train_spread**2 + best.train_spread**2) ** 0.5
+        train = with_code.train_per_second / best.train_per_second - 1
+        if train > max(self._min_gain, noise):
+            return True
+        evaluate = (with_code.eval_per_second or 0.0) / best.eval_per_second - 1 if best.eval_per_second else 0.0
+        return train > -noise and evaluate > max(self._min_gain, EVAL_NOISE)
 
 
 def _phase_part(candidate: Candidate, phase: str) -> dict:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autofit.emission import write_files
-from autofit.knobs import Space, needs_code
+from autofit.knobs import KNOBS, Space, needs_code
 from autofit.launch import Ended, Launcher
 from autofit.prediction import Predictor
 from autofit.records import (
@@ -28,7 +28,17 @@ from autofit.records import (
     Schedule,
     Task,
 )
-from autofit.selection import Scored, decided, leaders, score, window_rates, winner
+from autofit.selection import (
+    Scored,
+    decided,
+    fits_training,
+    leaders,
+    rate_and_spread,
+    score,
+    usable,
+    window_rates,
+    winner,
+)
 from autofit.store import PROVISIONAL, RunDirectory
 from autofit.study.listener import Listener
 from autofit.study.mirror import Mirror
@@ -37,9 +47,12 @@ from autofit.trainer_args import arguments_of
 
 DELAY_SHARE = 0.05  # of wall time that threads waited for a processor; above it a timed window is contaminated
 MOST_REPEATS = 4  # of contaminated probes in one search: on a machine that is never quiet the answer must come anyway
-FIRST_LIMIT_SECONDS = 1800.0  # for the baseline, of which nothing is known
-LIMIT_FACTOR, LEAST_LIMIT_SECONDS = 6.0, 120.0  # a candidate this much slower than the baseline's probe cannot win
-CONFIRM_RUNS = 2  # of the winner and of the baseline each, in turn
+FIRST_LIMIT_SECONDS = 1800.0  # until a probe has run: nothing is known
+LIMIT_FACTOR, LEAST_LIMIT_SECONDS = 6.0, 120.0  # a candidate this much slower than the slowest so far cannot win
+CONFIRM_RUNS = 2  # turns of the baseline and the winner
+LEAST_STEPS = 3  # applied optimizer steps, without which a probe is no fit: optimizer state appears after the first
+SPEED_KNOWN = (Outcome.FITS, Outcome.CONTAMINATED)
+Turn = tuple[Measurement | None, Measurement]  # the baseline's run where it is compared, and the candidate's
 RACE_ROUNDS = 2
 
 
@@ -53,11 +66,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Confirmed:
-    """A candidate that ran from its emitted files in fresh processes, beside the baseline."""
+    """A candidate that ran from its emitted files in fresh processes, in turn with the baseline."""
 
     candidate: Candidate
-    runs: tuple[Measurement, ...]
-    baseline_runs: tuple[Measurement, ...]
+    turns: tuple[Turn, ...]
 
 
 class Search:
@@ -75,19 +87,22 @@ class Search:
         launcher: Launcher,
         limits: Limits,
         listener: Listener,
+        began: float,
     ) -> None:
+        """`began` is when the whole search did, by the monotonic clock: `--max-time` counts the description too."""
         self._task, self._machine, self._budget = task, machine, budget
         self._description, self.space = description, space
         self._directory, self._launcher, self._limits, self._listener = directory, launcher, limits, listener
-        self._began = time.monotonic()
+        self._began = began
         self._predictor = Predictor(description, machine.device)
         self._mirror = Mirror(directory.path / "study.db", space, self.history(), budget, listener.said)
         self._repeats = 0
         self._said_limit = False
         for m in self.history():
             self._predictor.learn(m)
-        largest_eval = max((int(b) for b in space.values.get("per_device_eval_batch_size", (0,))), default=0)
-        self._timed_eval_rows = min(2 * largest_eval, 256) if description.eval_rows else 0
+        largest = max((int(b) for b in space.values.get("per_device_eval_batch_size", (0,))), default=0)
+        # Every batch size is full at least once; small ones several times.
+        self._timed_eval_rows = max(largest, min(2 * largest, 256)) if description.eval_rows else 0
 
     # ---- what is known ----
 
@@ -120,8 +135,8 @@ class Search:
         return None
 
     def _confirm_seconds(self) -> float:
-        baseline = self.baseline_measurement()
-        return 0.0 if baseline is None else 2 * CONFIRM_RUNS * (baseline.seconds + 4.0)
+        longest = max((m.seconds for m in self.history() if m.ran), default=0.0)
+        return 2 * CONFIRM_RUNS * (longest + 4.0)  # they start a fresh interpreter
 
     def seconds_left(self) -> float | None:
         """A guess for the rest: what probes took so far, for a typical search, and the confirmation."""
@@ -136,8 +151,8 @@ class Search:
 
     # ---- the stages ----
 
-    def run_train(self, in_code: bool) -> Candidate | None:
-        """Probe training candidates until the plan ends or the limits do. Returns the best that fits."""
+    def run_train(self, in_code: bool) -> None:
+        """Probe training candidates until the plan ends or the limits do."""
         plan = TrainPlan(self.space, self._predictor, self._description, self._budget)
         while True:
             step = plan.next(self.history(), in_code)
@@ -147,7 +162,6 @@ class Search:
                 break
             timed = step.purpose == "baseline"
             self.measure(step.candidate, step.purpose, step.why, evaluate=timed)
-        return plan.best(in_code)
 
     def run_evaluate(self, chosen: Candidate, in_code: bool) -> Candidate | None:
         """Probe evaluation candidates on top of `chosen`. Returns the best that fits; None when none does."""
@@ -158,13 +172,13 @@ class Search:
             step = plan.next(self.history(), in_code)
             if step is None:
                 break
-            if plan.best(in_code) is not None and self._stopped():
+            if self._stopped():
                 break
             self.measure(step.candidate, step.purpose, step.why, train=False)
         return plan.best(in_code)
 
-    def race(self, in_code: bool) -> Candidate | None:
-        """Measure the leaders again in turn until their order is settled. Returns the winner of training."""
+    def race(self, in_code: bool) -> None:
+        """Measure the leaders again in turn until their order is settled."""
         while True:
             close = leaders(self._scored(in_code), self._limits.min_gain)
             undecided = [other for other in close[1:] if not decided(close[0], other, self._limits.min_gain)]
@@ -175,8 +189,6 @@ class Search:
                 break
             for contender in contenders:
                 self.measure(contender, "race", "nearly as fast as the best", evaluate=False)
-        best = winner(self._scored(in_code), self._limits.min_gain)
-        return best.candidate if best else None
 
     def ranked(self, in_code: bool) -> list[Scored]:
         """Training candidates that fit, the winner first: what the confirmation goes through."""
@@ -185,46 +197,67 @@ class Search:
         return [] if first is None else [first, *(s for s in scored if s.candidate != first.candidate)]
 
     def _scored(self, in_code: bool) -> list[Scored]:
-        baseline = self.space.baseline
+        """Candidates whose training fits, by its speed; what became of their evaluation is another stage's matter."""
         kept = []
         for m in self.history():
-            if m.train_speed is None or m.purpose.startswith("confirm"):
+            if m.purpose.startswith("confirm") or not fits_training(m, self._budget):
                 continue
-            # The baseline's own evaluation may not fit; its training settings may still win with other evaluation knobs.
-            fits_training = m.train_bytes is None or m.train_bytes <= self._budget.device_bytes
-            if m.outcome is Outcome.OVER_BUDGET and fits_training:
-                m = dataclasses.replace(m, outcome=Outcome.FITS, growth=None)
-            if in_code or not needs_code(m.candidate, baseline):
-                kept.append(m)
+            if not self.space.holds(m.candidate, "train"):
+                continue
+            if in_code or not needs_code(m.candidate, self.space.baseline):
+                outcome = m.outcome if m.outcome is Outcome.CONTAMINATED else Outcome.FITS
+                kept.append(dataclasses.replace(m, outcome=outcome))
         return score(kept, "train")
 
     def confirm(self, candidate: Candidate, files: Path) -> Confirmed | None:
         """Run `candidate` from its emitted files alone, in fresh processes, in turn with the baseline.
 
-        Returns None when a run does not fit.
+        A turn in which somebody else used the machine is run again, once in all. Turns that an earlier run of this
+        search has left count. Returns None when a run does not fit.
         """
-        earlier = self._confirmed_before(candidate)
-        if earlier is not None:
-            return earlier
-        runs: list[Measurement] = []
-        baseline_runs: list[Measurement] = []
         compare = self._baseline_ran() and candidate != self.space.baseline
-        for turn in range(CONFIRM_RUNS):
+        while True:
+            turns = self._turns(candidate)
+            if any(run.outcome not in SPEED_KNOWN for _, run in turns):
+                return None
+            clean = [turn for turn in turns if all(m is None or m.outcome is Outcome.FITS for m in turn)]
+            if len(clean) >= CONFIRM_RUNS or (len(turns) > CONFIRM_RUNS - 1 and not self._may_turn_again(turns)):
+                return Confirmed(candidate, tuple(turns))
             if compare:
                 why = "the user's own settings, in turn with the winner"
-                baseline_runs.append(self.measure(self.space.baseline, "confirm-baseline", why, how="fresh", save=True))
-            why = f"run {turn + 1} of {CONFIRM_RUNS} from the emitted files"
-            runs.append(self.measure(candidate, "confirm", why, how="fresh", save=True, files=files))
-            if runs[-1].outcome not in (Outcome.FITS, Outcome.CONTAMINATED):
-                return None
-        return Confirmed(candidate, tuple(runs), tuple(baseline_runs))
+                self._probe(self.space.baseline, "confirm-baseline", why, True, True, True, "fresh", None)
+            why = f"run {len(turns) + 1} from the emitted files"
+            self._probe(candidate, "confirm", why, True, True, True, "fresh", files)
 
-    def _confirmed_before(self, candidate: Candidate) -> Confirmed | None:
-        """The confirmation of the same candidate that an earlier, finished run of this search has left."""
-        runs = [m for m in self.history() if m.purpose == "confirm"][-CONFIRM_RUNS:]
-        baseline_runs = [m for m in self.history() if m.purpose == "confirm-baseline"][-CONFIRM_RUNS:]
-        fit = all(m.candidate == candidate and m.outcome in (Outcome.FITS, Outcome.CONTAMINATED) for m in runs)
-        return Confirmed(candidate, tuple(runs), tuple(baseline_runs)) if fit and len(runs) == CONFIRM_RUNS else None
+    def _may_turn_again(self, turns: list[Turn]) -> bool:
+        return len(turns) == CONFIRM_RUNS and len(self.history()) + 2 <= self._limits.max_probes
+
+    def _turns(self, candidate: Candidate) -> list[Turn]:
+        """(baseline's run, candidate's run) of each turn of its confirmation, from the journal."""
+        turns: list[Turn] = []
+        beside = None
+        for m in self.history():
+            if m.purpose == "confirm-baseline":
+                beside = m
+            elif m.purpose == "confirm":
+                if m.candidate == candidate:
+                    turns.append((beside, m))
+                beside = None
+        return turns
+
+    def confirmed(self) -> list[Candidate]:
+        """Candidates whose confirmation is in the journal whole, all runs fitting."""
+        tried = dict.fromkeys(m.candidate for m in self.history() if m.purpose == "confirm")
+        turns = {candidate: self._turns(candidate) for candidate in tried}
+        return [
+            candidate
+            for candidate, runs in turns.items()
+            if len(runs) >= CONFIRM_RUNS and all(run.outcome in SPEED_KNOWN for _, run in runs)
+        ]
+
+    def may_confirm(self) -> bool:
+        """Whether the probes of one more confirmation are left."""
+        return len(self.history()) + 2 * CONFIRM_RUNS <= self._limits.max_probes
 
     def _baseline_ran(self) -> bool:
         baseline = self.baseline_measurement()
@@ -301,30 +334,39 @@ class Search:
         return measurement
 
     def _time_limit(self) -> float:
-        baseline = self.baseline_measurement()
-        if baseline is None:
-            return FIRST_LIMIT_SECONDS
-        return max(LEAST_LIMIT_SECONDS, LIMIT_FACTOR * baseline.seconds)
+        longest = max((m.seconds for m in self.history() if m.ran), default=None)
+        return FIRST_LIMIT_SECONDS if longest is None else max(LEAST_LIMIT_SECONDS, LIMIT_FACTOR * longest)
 
     def _best_so_far(self) -> Measurement | None:
+        """The fastest that fits and needs no code."""
         fitting = [
             m
-            for m in self.history()
-            if m.outcome is Outcome.FITS
-            and m.train_speed is not None
-            and not needs_code(m.candidate, self.space.baseline)
+            for m in usable(self.history())
+            if m.train_speed is not None and not needs_code(m.candidate, self.space.baseline)
         ]
         return max(fitting, key=lambda m: m.train_speed.per_second, default=None)
 
     def _keep_provisional(self, measurement: Measurement) -> None:
         """Write the files of a new best at once, so that a search that is stopped leaves something to use."""
         best = self._best_so_far()
-        if best is measurement and not measurement.purpose.startswith("confirm"):
+        if best is not measurement or measurement.purpose.startswith("confirm") or not self._evaluation_fits(best):
+            return
+        # A full disk is told of by the journal, which the search cannot do without.
+        with contextlib.suppress(OSError):
             folder = self._directory.path / PROVISIONAL
-            with contextlib.suppress(
-                OSError
-            ):  # a full disk is told of by the journal, which the search cannot do without
-                write_files(folder, best.candidate, self.space.baseline, self._description, self._machine.device)
+            write_files(folder, best.candidate, self.space.baseline, self._description, self._machine.device)
+
+    def _evaluation_fits(self, best: Measurement) -> bool:
+        """Whether evaluation with its knobs was seen to fit, if only beside other training settings."""
+        if not self._description.eval_rows:
+            return True
+        names = [n for n in best.candidate.values if KNOBS[n].phase == "evaluate"]
+        return any(
+            m.outcome in SPEED_KNOWN
+            and m.phase("evaluate") is not None
+            and all(m.candidate[n] == best.candidate[n] for n in names)
+            for m in self.history()
+        )
 
     def _stopped(self, also_kept: int = 0) -> bool:
         """Whether a limit ends the search here; said once."""
@@ -361,9 +403,12 @@ def measurement_of(
         start=ended.how,
         notes=reply.notes,
     )
-    if measurement.outcome is not Outcome.FITS:
+    if measurement.outcome not in SPEED_KNOWN:
         return measurement
     judged = _judge(measurement, budget)
+    if judged is None and reply.steps < LEAST_STEPS:
+        text = f"{reply.steps} optimizer steps were applied instead of {LEAST_STEPS} at least"
+        judged = Outcome.INVALID, Failure("train", reply.steps, "too_few_steps", text)
     if judged is not None:
         return dataclasses.replace(measurement, outcome=judged[0], failure=judged[1])
     share = max((s.delay_share or 0.0 for s in (reply.train_speed, reply.eval_speed) if s is not None), default=0.0)
@@ -393,18 +438,25 @@ def _judge(measurement: Measurement, budget: Budget) -> tuple[Outcome, Failure] 
 
 
 def choice_of(confirmed: Confirmed, folder: Path) -> Choice:
-    """The confirmed candidate with its speed and its gain, both from the confirmation alone."""
-    rates = window_rates(confirmed.runs, "train")
-    middle = statistics.median(rates)
-    eval_rates = window_rates(confirmed.runs, "evaluate")
-    base = window_rates([m for m in confirmed.baseline_runs if m.ran], "train")
+    """The confirmed candidate with its speed and its gain, both from the undisturbed turns of the confirmation alone.
+
+    The gain is None where the baseline did not run beside it, or no turn of both was undisturbed.
+    """
+    runs = usable(run for _, run in confirmed.turns)
+    train, spread = rate_and_spread(window_rates(runs, "train"))
+    eval_rates = window_rates(runs, "evaluate")
+    clean = [(b, r) for b, r in confirmed.turns if b is not None and b.outcome is r.outcome is Outcome.FITS]
+    gain = None
+    if clean:
+        own = statistics.median(window_rates([b for b, _ in clean], "train"))
+        gain = statistics.median(window_rates([r for _, r in clean], "train")) / own
     return Choice(
         candidate=confirmed.candidate,
-        probe=confirmed.runs[-1].probe,
-        train_per_second=middle,
-        train_spread=(max(rates) - min(rates)) / 2 / middle,
+        probe=confirmed.turns[-1][1].probe,
+        train_per_second=train,
+        train_spread=spread,
         eval_per_second=statistics.median(eval_rates) if eval_rates else None,
-        peak_bytes=max(m.peak_bytes or 0 for m in confirmed.runs),
-        gain=middle / statistics.median(base) if base else None,
+        peak_bytes=max(run.peak_bytes or 0 for _, run in confirmed.turns),
+        gain=gain,
         folder=str(folder),
     )

@@ -173,7 +173,13 @@ def _distributions(space: Space, history: list[Measurement]) -> dict[str, BaseDi
         if name == "gradient_accumulation_steps" or name not in KNOBS:
             continue
         choices = list(
-            dict.fromkeys([*values, *(m.candidate.values[name] for m in history if name in m.candidate.values)])
+            dict.fromkeys(
+                [
+                    *values,
+                    space.baseline[name],
+                    *(m.candidate.values[name] for m in history if name in m.candidate.values),
+                ]
+            )
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

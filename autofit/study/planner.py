@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from autofit.knobs import KNOBS, Space, refusal
 from autofit.prediction import Predictor, structure
 from autofit.records import Budget, Candidate, Description, Measurement, Outcome
+from autofit.selection import fits_training
 
 MEMORY = (Outcome.DEVICE_OOM, Outcome.HOST_OOM, Outcome.OVER_BUDGET)
-RAN = (Outcome.FITS, Outcome.OVER_BUDGET, Outcome.CONTAMINATED)
 EVALUATION_PHASES = ("evaluate", "metrics")
 WIDE = 1.25  # an estimate this far above the budget is not tried: the formula's error once scaled is well below
 WORTH_CLIMBING = 0.97  # a structure this near to the best is followed to larger batches
@@ -48,7 +48,7 @@ class TrainPlan:
             ):  # its evaluation failed; its training may still be the best
                 return Step(baseline, "train", "the user's own training settings, without evaluation")
             return Step(baseline, "baseline", "the user's own settings")
-        full = self._space.with_batch(baseline, self._space.batches[-1])
+        full = self._space.with_batch(self._space.start, self._space.batches[-1])
         if full.key not in self._by_key:
             return self._step(full, "the whole effective batch at once")
         if self.best(in_code) is None:
@@ -59,7 +59,11 @@ class TrainPlan:
 
     def best(self, in_code: bool) -> Candidate | None:
         """The fastest that fits in training so far."""
-        rates = {k: m for k, m in self._by_key.items() if self._fits(m) and self._allowed(m.candidate, in_code)}
+        rates = {
+            k: m
+            for k, m in self._by_key.items()
+            if self._fits(m) and self._allowed(m.candidate, in_code) and self._space.holds(m.candidate, "train")
+        }
         if not rates:
             return None
         return max(rates.values(), key=lambda m: m.train_speed.per_second).candidate
@@ -81,8 +85,7 @@ class TrainPlan:
                 self._by_key[m.candidate.key] = m
 
     def _fits(self, m: Measurement) -> bool:
-        peak = m.train_bytes
-        return m.train_speed is not None and m.outcome in RAN and (peak is None or peak <= self._budget.device_bytes)
+        return fits_training(m, self._budget)
 
     def _out_of_memory(self, m: Measurement) -> bool:
         return m.outcome in MEMORY and not self._fits(m)
@@ -134,7 +137,7 @@ class TrainPlan:
             chosen = self._largest_fitting(best, above)
             if chosen is not None:
                 yield self._step(self._space.with_batch(best, chosen), "a larger batch of the fastest structure")
-        if structure(best) != structure(self._space.baseline):
+        if structure(best) != structure(self._space.start):
             return
         below = max((b for b in self._space.batches if b < fastest), default=None)
         if below in untried and self._open(self._space.with_batch(best, below)):
@@ -142,10 +145,10 @@ class TrainPlan:
 
     def _worth_more(self, best: Candidate) -> bool:
         """Whether larger batches have paid: false once a curve of this run has its peak below its frontier."""
-        rates, _ = self._curve(self._space.baseline)
+        rates, _ = self._curve(self._space.start)
         return (
             len(rates) < 2
-            or structure(best) == structure(self._space.baseline)
+            or structure(best) == structure(self._space.start)
             or max(rates, key=rates.__getitem__) == max(rates)
         )
 
@@ -267,7 +270,9 @@ class EvaluatePlan:
         fitting = [
             m
             for m in self._by_key.values()
-            if self._fits(m) and (in_code or m.candidate.get("logits") == baseline.get("logits"))
+            if self._fits(m)
+            and self._space.holds(m.candidate, "evaluate")
+            and (in_code or m.candidate.get("logits") == baseline.get("logits"))
         ]
         return max(fitting, key=lambda m: m.eval_speed.per_second).candidate if fitting else None
 
@@ -276,7 +281,7 @@ class EvaluatePlan:
 
     def _settings(self, in_code: bool) -> Iterator[Candidate]:
         """Accumulation and reduction, in the order in which they are tried: the next only where the last is short of memory."""
-        own = self._chosen.but(_eval_part(self._space.baseline))
+        own = self._chosen.but(_eval_part(self._space.start))
         yield own
         if self._short_of_memory(own) and self._device != "cpu":
             steps = self._flush_steps(own)
@@ -326,12 +331,17 @@ class EvaluatePlan:
         return any(m.outcome in MEMORY for m in self._of(setting))
 
     def _grows_too_much(self, setting: Candidate) -> bool:
-        """Whether what accumulates over the whole set is what does not fit, twice because of the concatenation."""
-        return any(
-            m.growth is not None
-            and 2 * m.growth.device_bytes_per_row * m.growth.rows_total > 0.5 * self._budget.device_bytes
-            for m in self._of(setting)
-        )
+        """Whether what accumulates on the device is what does not fit, twice because of the concatenation."""
+        for m in self._of(setting):
+            if m.growth is None:
+                continue
+            rows = m.growth.rows_total
+            steps = m.candidate.get("eval_accumulation_steps")
+            if steps is not None and self._device != "cpu":
+                rows = min(rows, int(steps) * int(m.candidate["per_device_eval_batch_size"]))
+            if 2 * m.growth.device_bytes_per_row * rows > 0.5 * self._budget.device_bytes:
+                return True
+        return False
 
     def _accumulates(self, setting: Candidate) -> bool:
         """Whether the predictions come to more than 1 % of the budget; less is not worth a line of code."""

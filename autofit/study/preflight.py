@@ -17,7 +17,7 @@ from autofit.launch import Launcher
 from autofit.machine import available_device_bytes, available_host_bytes
 from autofit.probe_folder import log_tail
 from autofit.records import Budget, Candidate, Description, Machine, Outcome, Reply, Request, Schedule, Task
-from autofit.trainer_args import candidate_values, check_single_process
+from autofit.trainer_args import candidate_values
 from autofit.units import format_bytes, unit_of
 
 DESCRIBE_SECONDS = 1800.0  # for a script to prepare its data
@@ -94,7 +94,6 @@ def describe(task: Task, machine: Machine, launcher: Launcher, folder: Path, say
         launcher.warm((*FIRST_IMPORTS, *description.modules))
     elif launcher.can_fork:
         say("the script changes its environment before it imports torch, so every probe starts a fresh interpreter")
-    check_single_process(description.resolved)
     for note in description.notes:
         say(note)
     return description

@@ -214,10 +214,15 @@ def _set_batches(arguments: dict[str, Any], effective_batch: int | None, assumed
             assumed.append(f"effective batch {effective_batch} (--effective-batch)")
     if effective_batch < 1:
         raise UsageError(f"--effective-batch {effective_batch} is too small; give a positive number")
-    if batch and effective_batch % batch:
+    if batch and accumulation and batch * accumulation != effective_batch:
         raise UsageError(
-            f"--effective-batch {effective_batch} is no multiple of the per_device_train_batch_size {batch} in --args; change one of them"
+            f"--effective-batch {effective_batch} is not the {batch} × {accumulation} of --args; change one of them"
         )
+    for name, value in given.items():
+        if value and effective_batch % value:
+            raise UsageError(f"--effective-batch {effective_batch} is no multiple of the {name} {value} in --args")
+    if accumulation:
+        batch = effective_batch // accumulation
     batch = batch or max(b for b in range(1, min(DEFAULT_BATCH, effective_batch) + 1) if effective_batch % b == 0)
     arguments["per_device_train_batch_size"] = batch
     arguments["gradient_accumulation_steps"] = effective_batch // batch

@@ -53,7 +53,7 @@ def test_under_an_enforced_cap_what_was_held_is_a_lower_bound_with_what_was_refu
     message = "CUDA out of memory. Tried to allocate 96.00 MiB. GPU 0 has a total capacity of 23.6 GiB"
     text = told([oom(1, BASELINE, message, train=480), oom(2, SMALL, message, train=450)])
     assert "all 2 candidates tried ran out of memory under the budget of 500 MB" in text
-    assert "the smallest (probe 0002) held at least 450 MB when it was refused 101 MB more" in text
+    assert "probe 0002 held at least 450 MB when it was refused 101 MB more" in text
     assert "every candidate" not in text
 
 

@@ -85,7 +85,7 @@ def _nearest(history: Sequence[Measurement], budget: Budget, description: Descri
         if not held:
             return f"{text}; probe {probe} was refused {size(asked)} there"
         refused = f" when it was refused {size(asked)} more" if asked else ""
-        return f"{text}; the smallest (probe {probe}) held at least {size(held)}{refused}"
+        return f"{text}; probe {probe} held at least {size(held)}{refused}"
     estimate = _smallest_estimate(history, budget, description)
     return text if estimate is None else f"{text}; the smallest needs ~{size(estimate)}, an estimate by formula"
 

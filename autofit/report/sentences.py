@@ -105,11 +105,12 @@ def _coded_sentence(
         return f"{lead}: evaluation {own}, peak {peak}."
     ratio = gain_text(coded.eval_per_second / best.eval_per_second)
     against = f"({own} against {rate_text(best.eval_per_second)})"
-    return f"{lead}: evaluation {ratio} the rows/s of best {against}, training as without code, peak {peak}."
+    training = "as without code" if _as_fast(best, coded) else gain_text(coded.train_per_second / best.train_per_second)
+    return f"{lead}: evaluation {ratio} the rows/s of best {against}, training {training}, peak {peak}."
 
 
 def _as_fast(coded: Choice, best: Choice) -> bool:
-    """Whether the two trained equally fast within their spreads."""
+    """Whether `coded` did not train faster than `best` beyond their spreads."""
     noise = (coded.train_spread**2 + best.train_spread**2) ** 0.5
     return coded.train_per_second / best.train_per_second - 1 <= noise
 

@@ -100,8 +100,14 @@ class Decision:
     def _next_best(self, failed: Candidate, tried: set[str], in_code: bool) -> Candidate | None:
         """One that an earlier run of this search has confirmed already, else the next by speed."""
         evaluation = _phase_part(failed, "evaluate")
+        if self._failed_in_evaluation(failed):
+            evaluation = _phase_part(self._search.space.start, "evaluate")
         candidates = [*self._search.confirmed(), *(s.candidate.but(evaluation) for s in self._search.ranked(in_code))]
         return next((c for c in candidates if c.key not in tried and needs_code(c, self._baseline) == in_code), None)
+
+    def _failed_in_evaluation(self, candidate: Candidate) -> bool:
+        failures = [m.failure for m in self._search.history() if m.purpose == "confirm" and m.candidate == candidate]
+        return bool(failures) and failures[-1] is not None and failures[-1].phase in ("evaluate", "metrics")
 
     def _emit(self, folder: Path, candidate: Candidate) -> None:
         try:

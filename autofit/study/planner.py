@@ -255,7 +255,8 @@ class EvaluatePlan:
         self._by_key = {
             m.candidate.key: m
             for m in history
-            if m.candidate.but(_eval_part(self._chosen)) == self._chosen
+            if not m.purpose.startswith("confirm")
+            and m.candidate.but(_eval_part(self._chosen)) == self._chosen
             and (m.eval_speed is not None or m.failure is not None or m.growth is not None)
         }
         for setting in self._settings(in_code):

@@ -4,6 +4,7 @@ A search goes through preflight, description, probes and confirmation, and leave
 probes and `emission` for the files.
 """
 
+import errno
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     import pandas
 
 RUNS_FOLDER = Path("autofit-runs")
-LEAST_PROBES = 6  # the baseline, one alternative, and the confirmation of both
+LEAST_PROBES = 8  # the baseline, two alternatives, one evaluation, and the confirmation in two turns
 DISTURBED = "somebody else used the machine in every turn of the confirmation, so no gain is told; run it again when it is quiet"
 
 
@@ -103,11 +104,19 @@ def search(*, listener: Listener | None = None, **options: Any) -> Result:
     chosen = Options(**options)
     listener = listener or Listener()
     began = time.monotonic()
-    with _prepared(chosen, listener, began) as prepared:
-        try:
-            return prepared.run()
-        except KeyboardInterrupt:
-            raise prepared.interrupted() from None
+    try:
+        with _prepared(chosen, listener, began) as prepared:
+            try:
+                return prepared.run()
+            except KeyboardInterrupt:
+                raise prepared.interrupted() from None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise RunDirectoryError(
+                f"the disk is full ({error.filename or 'while writing'}); free some space and run the same command "
+                "again, it resumes"
+            ) from error
+        raise
 
 
 def plan(*, listener: Listener | None = None, **options: Any) -> Plan:
@@ -254,7 +263,10 @@ class _Prepared:
         count = len(self._directory.measurements)
         provisional = self._directory.path / PROVISIONAL
         if not provisional.exists():
-            return Interrupted(f"stopped after {count} probes, none of which fits yet; the same command resumes")
+            return Interrupted(
+                f"stopped after {count} probes, before any settings were seen to fit in training and evaluation; "
+                "the same command resumes"
+            )
         return Interrupted(
             f"stopped after {count} probes; the best so far, measured but not confirmed, is in {provisional}; "
             "the same command resumes"
@@ -298,6 +310,8 @@ def _check(options: Options) -> None:
         )
     for text in options.knobs:
         parse_knob(text)
+    if options.out is not None and not str(options.out).strip():
+        raise UsageError("--out is empty; give a folder, or leave it out")
     if options.max_probes < LEAST_PROBES:
         raise UsageError(
             f"--max-probes {options.max_probes} is too few; at least {LEAST_PROBES} are needed with the confirmation"
@@ -308,8 +322,8 @@ def _check(options: Options) -> None:
         )
     if not 0 <= options.min_gain < 1:
         raise UsageError(f"--min-gain {options.min_gain} is no share; give one from 0 to 1, such as 0.01 for 1 %")
-    if options.max_time is not None:
-        parse_seconds(options.max_time)
+    if options.max_time is not None and parse_seconds(options.max_time) <= 0:
+        raise UsageError(f"--max-time {options.max_time} leaves no time at all; give one such as 15m")
 
 
 def _make_task(options: Options, machine: Machine, facts: list[str]) -> Task:

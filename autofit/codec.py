@@ -43,9 +43,9 @@ def parse(data: bytes | str, where: str | Path) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise RunDirectoryError(f"{where} is damaged ({error}); remove it or give another --out") from error
+        raise RunDirectoryError(f"{where} is damaged ({error}); mend or remove it, or give another --out") from error
     schema = value.pop("schema", None) if isinstance(value, dict) else None
-    if not isinstance(schema, int) or schema < 1:
+    if type(schema) is not int or schema < 1:
         raise RunDirectoryError(f"{where} was not written by autofit (no schema version); give another --out")
     if schema > SCHEMA:
         raise RunDirectoryError(
@@ -60,7 +60,7 @@ def build(value: dict[str, Any], kind: type[T], where: str | Path) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise RunDirectoryError(f"{where} is damaged ({error}); remove it or give another --out") from error
+        raise RunDirectoryError(f"{where} is damaged ({error}); mend or remove it, or give another --out") from error
 
 
 def to_json_value(record: Any) -> Any:

@@ -5,6 +5,7 @@ A `Space` is what is left of them for one workload on one machine. Not here: in 
 """
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -102,6 +103,11 @@ class Space:
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size")
 
 
+def _divisors(number: int) -> tuple[int, ...]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
+
+
 def _among(value: KnobValue, options: tuple[KnobValue, ...]) -> bool:
     """Membership that tells True from 1."""
     return any(value is o or (value == o and type(value) is type(o)) for o in options)
@@ -121,7 +127,7 @@ def make_space(
     """
     effective = int(baseline["per_device_train_batch_size"]) * int(baseline["gradient_accumulation_steps"])
     values: dict[str, tuple[KnobValue, ...]] = {
-        "per_device_train_batch_size": tuple(b for b in range(1, effective + 1) if effective % b == 0),
+        "per_device_train_batch_size": _divisors(effective),
         "activation_checkpointing": (False, True) if description.can_checkpoint else (),
         "precision": _precisions(description, machine),
         "attention": description.attentions,

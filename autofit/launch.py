@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from autofit import codec
+from autofit.errors import WorkloadError
 from autofit.failure import classify_exit
 from autofit.harness import server as server_module
 from autofit.harness.trainer_hooks import OUTPUT_FOLDER
@@ -79,7 +80,6 @@ class Ended:
     reply: Reply
     seconds: float  # from the request to the child's end
     host_bytes: int | None  # peak resident memory of the process tree
-    foreign_bytes: int | None  # change of what others held on the device meanwhile; None where nobody tells
     how: str = "fork"  # how it was really started: fork or fresh
     left_behind: int = 0  # processes that the probe left and that were killed
 
@@ -142,7 +142,7 @@ class Launcher:
             told = self._await("import", START_SECONDS)
         except ServerDiedError as error:
             self.close()
-            raise RuntimeError("the probe server died while it imported; its last words are above") from error
+            raise WorkloadError("the probe server was killed while it imported; run the same command again") from error
         self.import_seconds += told["seconds"]
         if told["touched"]:
             self._trusted = False
@@ -257,7 +257,7 @@ class Launcher:
         if options or not (self._trusted or trusted):
             how = "fresh"
         began = time.monotonic()
-        foreign_before, kills_before = self._foreign(()), oom_kills()
+        used_before, kills_before = self._used_bytes(), oom_kills()
         watch = _Watch(self, folder, time_limit, host_budget, began)
         try:
             for _ in range(2):
@@ -272,7 +272,8 @@ class Launcher:
             with contextlib.suppress(OSError):  # the child may have deleted its folder
                 write_privately(folder / REQUEST_FILE, codec.encode(redacted))
             shutil.rmtree(folder / OUTPUT_FOLDER, ignore_errors=True)  # checkpoints: gigabytes that nobody needs
-        foreign = _change(foreign_before, self._foreign(()))
+        self._drain(used_before)  # first, so that the dead child's own bytes are not taken for somebody else's
+        foreign = _change(used_before, self._used_bytes())
         killed_by_system = None if kills_before is None else (oom_kills() or 0) > kills_before
         reply = read_reply(folder)
         if reply is None and code in FAULTS and self._capped(request, folder):
@@ -300,8 +301,7 @@ class Launcher:
             reply = dataclasses.replace(reply, outcome=Outcome.CONTAMINATED, notes=(*reply.notes, note))
         _check_echo(reply, request, expected)
         cut_logs(folder)
-        self._drain(foreign_before)
-        return Ended(reply, time.monotonic() - began, watch.host_peak, foreign, how, left)
+        return Ended(reply, time.monotonic() - began, watch.host_peak, how, left)
 
     def _capped(self, request: Request, folder: Path) -> bool:
         """Whether a child that died of a fault may have met its cap: it had one, and had come to its training."""
@@ -309,7 +309,8 @@ class Launcher:
         capped = self._machine.device == "cpu" and request.budget_bytes is not None
         return capped and where is not None and where[0] not in ("start", "load")
 
-    def _foreign(self, own: tuple[int, ...]) -> int | None:
+    def _used_bytes(self) -> int | None:
+        """What all processes hold on the device; None where nobody tells."""
         if self._nvml is None or self._machine.device_id is None:
             return None
         return self._nvml.used_bytes(self._machine.device_id)
@@ -320,7 +321,7 @@ class Launcher:
             return
         deadline = time.monotonic() + DRAIN_SECONDS
         while time.monotonic() < deadline:
-            used = self._foreign(())
+            used = self._used_bytes()
             if used is None or used <= used_before + FOREIGN_CHANGE * self._machine.device_bytes:
                 return
             time.sleep(POLL_SECONDS)

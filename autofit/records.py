@@ -202,8 +202,8 @@ class Description:
     has_metrics: bool
     has_logits_reduction: bool  # the workload brings its own preprocess_logits_for_metrics
     reductions: tuple[str, ...]  # logits reductions that the workload's metrics are known to accept
-    train_rows: int | None
-    eval_rows: int | None  # None: no evaluation set
+    train_rows: int | None  # None: an iterable data set
+    eval_rows: int | None  # None: no evaluation set, or one whose loader is the script's own
     longest_row: int | None  # elements of the longest input of a row: tokens, or pixels
     device_facts: dict[str, Any]  # what torch says of the device: name, capability, bf16, total bytes
     forkable: bool  # nothing was changed in the environment before torch was imported, so a fork may have imported it

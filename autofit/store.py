@@ -20,6 +20,7 @@ from autofit.records import Budget, Machine, Measurement, Selection, Task, diges
 
 T = TypeVar("T")
 RUN_FILE, JOURNAL_FILE, LOCK_FILE, SELECTION_FILE = "run.json", "journal.jsonl", "lock", "selection.json"
+OWN_FILES = (LOCK_FILE, "probes")  # what a directory may hold that was stopped before its `run.json` was written
 PROVISIONAL = "provisional"  # files of the best so far, measured but not confirmed; gone when the search has ended
 
 
@@ -53,6 +54,12 @@ class RunDirectory:
         """
         directory = cls(path)
         try:
+            if (
+                path.is_dir()
+                and not (path / RUN_FILE).exists()
+                and any(p.name not in OWN_FILES for p in path.iterdir())
+            ):
+                raise RunDirectoryError(f"{path} is no run directory and not empty; give another --out")
             (path / "probes").mkdir(parents=True, exist_ok=True)
             directory._take_lock()
             directory._meet(run)
@@ -90,8 +97,6 @@ class RunDirectory:
                     f"{self.path} holds another search ({there.get('command', 'unknown')}); give another --out"
                 )
             run = {**there, **run}  # what is not known yet stays as it was
-        elif any(p.name not in (LOCK_FILE, "probes") for p in self.path.iterdir()):
-            raise RunDirectoryError(f"{self.path} is no run directory and not empty; give another --out")
         write_atomically(path, codec.encode(run) + b"\n")
 
     def _read_journal(self) -> None:
@@ -106,7 +111,9 @@ class RunDirectory:
         for number, line in enumerate(data[:whole].splitlines(), start=1):
             entry = codec.parse(line, f"{path} line {number}")
             if entry.get("kind") == "measurement":
-                self.measurements.append(codec.build(entry["record"], Measurement, f"{path} line {number}"))
+                measurement = codec.build(entry.get("record"), Measurement, f"{path} line {number}")
+                _check_speeds(measurement, f"{path} line {number}")
+                self.measurements.append(measurement)
 
     # ---- writing ----
 
@@ -168,6 +175,14 @@ class RunDirectory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_speeds(measurement: Measurement, where: str) -> None:
+    for speed in (measurement.train_speed, measurement.eval_speed):
+        if speed is not None and not (speed.seconds and min(speed.seconds) > 0):
+            raise RunDirectoryError(
+                f"{where} is damaged (a speed without time); remove that line or give another --out"
+            )
 
 
 def read_run(path: Path) -> tuple[dict[str, Any], list[Measurement]]:

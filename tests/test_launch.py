@@ -19,6 +19,7 @@ import pytest
 from conftest import OneThreadLauncher
 
 from autofit import launch
+from autofit.errors import WorkloadError
 from autofit.launch import Ended, Launcher, MismatchError, Progress
 from autofit.probe_folder import last_progress, log_tail
 from autofit.records import Machine, Outcome, Request, Schedule, Task
@@ -482,7 +483,7 @@ def test_a_module_that_cannot_be_imported_spoils_nothing_unless_it_ends_the_serv
     server = cold_launcher._server.pid
     assert cold_launcher.probe(ask(script("pass")), how="fork", time_limit=LIMIT).reply.failure.kind == "no_trainer"
     assert cold_launcher._server.pid == server
-    with pytest.raises(RuntimeError, match="died while it imported"):
+    with pytest.raises(WorkloadError, match="killed while it imported"):
         cold_launcher.warm(("module_that_dies",))
     assert cold_launcher.probe(ask(script("pass")), how="fork", time_limit=LIMIT).reply.failure.kind == "no_trainer"
 

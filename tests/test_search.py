@@ -58,7 +58,7 @@ class MadeUpLauncher:
             failure=m.failure,
             steps=9,
         )
-        return Ended(self.twist(request, reply), 10.0, 10**9, None)
+        return Ended(self.twist(request, reply), 10.0, 10**9, how)
 
 
 def make_search(tmp_path: Path, landscape: Landscape, launcher=None, max_probes: int = 40, listener=None) -> Search:

@@ -211,7 +211,7 @@ class Phases(TrainerCallback):
             yield from self._timed_windows()
         self._check_losses()
         self._close("train-again" if evaluating else "train", began)
-        if evaluating and self._eval_rows_timed and not self._own_eval_loader:
+        if evaluating and self.growth is not None and self._eval_rows_timed and not self._own_eval_loader:
             yield from self._timed_evaluation()
         if self._schedule.save:
             began = self._open("save")
@@ -317,6 +317,11 @@ class Phases(TrainerCallback):
         began = self._open("evaluate")
         yield from self._evaluation(rows.subset(dataset, plan.longest(count)))
         record = self._close("evaluate", began)
+        if self._first_prediction_peak is None:
+            self.notes.append(
+                "evaluation: the script's own evaluate() makes no prediction step; it is run, not measured"
+            )
+            return
         self.growth = project(
             on_host=self._meter.name == "cpu",
             base_bytes=base,

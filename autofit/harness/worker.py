@@ -1,7 +1,7 @@
 """The child's main: run a workload under a meter and leave a reply.
 
-Started in a fresh interpreter (`python -m autofit.harness.worker REQUEST`) or in a fork of the server, where torch and
-transformers are imported already. The same code runs in both.
+`harness.server` calls it in a fresh interpreter, or in a fork of itself in which torch and transformers are imported already.
+The same code runs in both.
 """
 
 import faulthandler
@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from autofit import codec
 from autofit.harness.device_meter import make_meter
@@ -93,11 +93,3 @@ def _ended(harness: Harness, recorder: Recorder, message: str, text: str) -> NoR
         message += " and without making a Trainer"
     failure = Failure(recorder.phase, None, kind, message, text)
     recorder.finish(Reply(Outcome.CRASHED, failure=failure))
-
-
-def main(argv: list[str]) -> Any:
-    run(argv[1])
-
-
-if __name__ == "__main__":
-    main(sys.argv)

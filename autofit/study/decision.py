@@ -10,14 +10,14 @@ from autofit.emission import write_files
 from autofit.errors import RunDirectoryError, WorkloadError
 from autofit.knobs import KNOBS, needs_code
 from autofit.records import Candidate, Choice, Description, Machine, Measurement, Outcome
-from autofit.selection import Scored, beats, score
+from autofit.selection import Scored, beats, score, usable
 from autofit.study.driver import Search, choice_of
 
 BEST, WITH_CODE = "best", "best-with-code"
 MOST_FALLBACKS = 3  # winners that may fail their confirmation before the search gives up
 TRAIN_FALLBACKS = 3  # training settings on top of which evaluation is tried
 EVAL_NOISE = 0.05  # a timed evaluation is one to three passes, too few for a spread
-UNMENDABLE = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.KILLED, Outcome.INVALID)
+UNMENDABLE = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.INVALID)
 
 
 class Decision:
@@ -52,6 +52,8 @@ class Decision:
             shutil.rmtree(self._folder / WITH_CODE, ignore_errors=True)
         if best is None:
             shutil.rmtree(self._folder / BEST, ignore_errors=True)
+        if best is None and with_code is None:
+            self._check_confirmations()
         return best, with_code
 
     def _settle(self, in_code: bool) -> Candidate | None:
@@ -67,14 +69,26 @@ class Decision:
 
     def _check_own_settings(self) -> None:
         m = self._search.baseline_measurement()
-        if m is None or m.outcome not in UNMENDABLE or any(x.outcome is Outcome.FITS for x in self._search.history()):
+        if m is None or m.outcome not in UNMENDABLE or usable(self._search.history()):
             return
+        others = any(x.candidate != m.candidate for x in self._search.history())
+        raise self._workload_error(
+            "your own settings fail", m, " and so does everything tried instead" if others else ""
+        )
+
+    def _workload_error(self, what: str, m: Measurement, more: str = "") -> WorkloadError:
         where = f"in step {m.failure.step}" if m.failure.step else f"in {m.failure.phase}"
-        raise WorkloadError(
-            f"your own settings fail {where} ({m.failure.kind}: {m.failure.message}) and so does everything tried instead; "
+        return WorkloadError(
+            f"{what} {where} ({m.failure.kind}: {m.failure.message}){more}; "
             f"the whole output is in {self._folder / 'probes' / m.probe}",
             m.failure.traceback,
         )
+
+    def _check_confirmations(self) -> None:
+        """Where every confirmation failed for another reason than memory, that reason is the answer."""
+        failed = [m for m in self._search.history() if m.purpose.startswith("confirm") and m.failure is not None]
+        if failed and all(m.outcome in UNMENDABLE for m in failed):
+            raise self._workload_error("the search found settings that fit, but whole runs fail", failed[-1])
 
     def _confirm(self, name: str, candidate: Candidate | None, in_code: bool) -> Choice | None:
         """Confirm `candidate` from draft files, then the next best ones; what is confirmed becomes folder `name`."""
@@ -90,11 +104,25 @@ class Decision:
                 confirmed = self._search.confirm(candidate, draft)
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
-            if confirmed is not None:
-                self._emit(self._folder / name, candidate)
-                return choice_of(confirmed, self._folder / name)
-            self._search.say("the winner failed its confirmation; the next best is confirmed instead")
-            candidate = self._next_best(candidate, tried, in_code)
+            if confirmed is None:
+                self._search.say("the winner failed its confirmation; the next best is confirmed instead")
+                candidate = self._next_best(candidate, tried, in_code)
+                continue
+            choice = choice_of(confirmed, self._folder / name)
+            slower = choice.gain is not None and choice.gain < 1 - self._min_gain
+            if (
+                slower
+                and not in_code
+                and self._baseline.key not in tried
+                and self._search.space.holds(self._baseline, "train")
+            ):
+                self._search.say(
+                    "the winner was slower than your own settings in its confirmation; yours are confirmed instead"
+                )
+                candidate = self._baseline
+                continue
+            self._emit(self._folder / name, candidate)
+            return choice
         return None
 
     def _next_best(self, failed: Candidate, tried: set[str], in_code: bool) -> Candidate | None:

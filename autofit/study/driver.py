@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autofit.emission import write_files
+from autofit.errors import RunDirectoryError, WorkloadError
 from autofit.knobs import KNOBS, Space, needs_code
 from autofit.launch import Ended, Launcher
 from autofit.prediction import Predictor
@@ -46,10 +47,12 @@ from autofit.study.planner import EvaluatePlan, TrainPlan
 from autofit.trainer_args import arguments_of
 
 DELAY_SHARE = 0.05  # of wall time that threads waited for a processor; above it a timed window is contaminated
-MOST_REPEATS = 4  # of contaminated probes in one search: on a machine that is never quiet the answer must come anyway
+MOST_REPEATS = 2  # of disturbed probes in one search: on a machine that is never quiet the answer must come anyway
 FIRST_LIMIT_SECONDS = 1800.0  # until a probe has run: nothing is known
 LIMIT_FACTOR, LEAST_LIMIT_SECONDS = 6.0, 120.0  # a candidate this much slower than the slowest so far cannot win
 CONFIRM_RUNS = 2  # turns of the baseline and the winner
+RUN_AGAIN = "run the same command again, it resumes"
+DISK_FULL = ("No space left on device", "Disk quota exceeded", "exit 74")  # 74: the child could not write its reply
 LEAST_STEPS = 3  # applied optimizer steps, without which a probe is no fit: optimizer state appears after the first
 SPEED_KNOWN = (Outcome.FITS, Outcome.CONTAMINATED)
 Turn = tuple[Measurement | None, Measurement]  # the baseline's run where it is compared, and the candidate's
@@ -107,13 +110,21 @@ class Search:
     # ---- what is known ----
 
     def history(self) -> list[Measurement]:
-        """Measurements of this machine and these versions, in order; what other versions measured does not count."""
-        return [m for m in self._directory.measurements if m.device == self._machine.key]
+        """Measurements that count here, in order, judged by the present budgets.
+
+        Not those of other libraries or machines, of a workload with other knobs, nor of a probe that somebody killed.
+        """
+        knobs = self.space.baseline.values.keys()
+        return [
+            judge(m, self._budget)
+            for m in self._directory.measurements
+            if m.device == self._machine.key and m.candidate.values.keys() == knobs and m.outcome is not Outcome.KILLED
+        ]
 
     def baseline_measurement(self) -> Measurement | None:
-        return next(
-            (m for m in self.history() if m.purpose == "baseline" and m.outcome is not Outcome.CONTAMINATED), None
-        ) or next((m for m in self.history() if m.purpose == "baseline"), None)
+        """The last word on the user's own settings: undisturbed where there is one."""
+        own = [m for m in self.history() if m.purpose == "baseline"]
+        return next((m for m in own if m.outcome is not Outcome.CONTAMINATED), own[0] if own else None)
 
     def close(self) -> None:
         self._mirror.close()
@@ -165,8 +176,9 @@ class Search:
 
     def run_evaluate(self, chosen: Candidate, in_code: bool) -> Candidate | None:
         """Probe evaluation candidates on top of `chosen`. Returns the best that fits; None when none does."""
-        if not self._description.eval_rows:
-            return chosen
+        own = self.baseline_measurement()
+        if not self._description.eval_rows or (own is not None and own.ran and own.eval_speed is None):
+            return chosen  # there is none, or one that the script makes by itself
         plan = EvaluatePlan(self.space, chosen, self._budget, self._machine.device)
         while True:
             step = plan.next(self.history(), in_code)
@@ -225,9 +237,9 @@ class Search:
                 return Confirmed(candidate, tuple(turns))
             if compare:
                 why = "the user's own settings, in turn with the winner"
-                self._probe(self.space.baseline, "confirm-baseline", why, True, True, True, "fresh", None)
+                self._probe_whole(self.space.baseline, "confirm-baseline", why, None)
             why = f"run {len(turns) + 1} from the emitted files"
-            self._probe(candidate, "confirm", why, True, True, True, "fresh", files)
+            self._probe_whole(candidate, "confirm", why, files)
 
     def _may_turn_again(self, turns: list[Turn]) -> bool:
         return len(turns) == CONFIRM_RUNS and len(self.history()) + 2 <= self._limits.max_probes
@@ -277,13 +289,21 @@ class Search:
         how: str | None = None,
         files: Path | None = None,
     ) -> Measurement:
-        """Probe `candidate`, again where somebody else used the machine meanwhile. The last attempt is returned."""
+        """Probe `candidate`, again where somebody else used the machine or killed it. The last attempt is returned."""
         while True:
             measurement = self._probe(candidate, purpose, why, train, evaluate, save, how, files)
-            if measurement.outcome is not Outcome.CONTAMINATED or self._repeats >= MOST_REPEATS or self.out_of_time():
+            disturbed = measurement.outcome in (Outcome.CONTAMINATED, Outcome.KILLED)
+            if not disturbed or self._repeats >= MOST_REPEATS or self.out_of_time():
                 return measurement
             self._repeats += 1
-            why = f"again: {measurement.notes[-1] if measurement.notes else 'contaminated'}"
+            why = f"again: {measurement.notes[-1] if measurement.notes else measurement.outcome.value}"
+
+    def _probe_whole(self, candidate: Candidate, purpose: str, why: str, files: Path | None) -> None:
+        """One run of a confirmation, once more where it was killed from outside."""
+        for _ in range(2):
+            if self._probe(candidate, purpose, why, True, True, True, "fresh", files).outcome is not Outcome.KILLED:
+                return
+        raise WorkloadError(f"two runs of the confirmation in a row were killed from outside; {RUN_AGAIN}")
 
     def _probe(
         self,
@@ -297,7 +317,7 @@ class Search:
         files: Path | None,
     ) -> Measurement:
         folder = self._directory.new_probe()
-        arguments = arguments_of(candidate, self._description.fields, self._machine.device)
+        arguments = arguments_of(candidate, self._description.fields, self._machine.device, self._description.resolved)
         kwargs = {}
         if candidate.get("attention") is not None:
             kwargs["attn_implementation"] = candidate["attention"]
@@ -326,6 +346,11 @@ class Search:
             expected=arguments,
         )
         measurement = measurement_of(ended, request, candidate, purpose, self._budget, self._machine)
+        if measurement.failure is not None and any(sign in measurement.failure.message for sign in DISK_FULL):
+            raise RunDirectoryError(
+                f"probe {folder.name} could not write ({measurement.failure.message}); free some space and run the same "
+                "command again, it resumes"
+            )
         self._directory.record(measurement)
         self._mirror.tell(measurement)
         self._predictor.learn(measurement)
@@ -405,12 +430,13 @@ def measurement_of(
     )
     if measurement.outcome not in SPEED_KNOWN:
         return measurement
-    judged = _judge(measurement, budget)
-    if judged is None and reply.steps < LEAST_STEPS:
+    if reply.steps < LEAST_STEPS:
         text = f"{reply.steps} optimizer steps were applied instead of {LEAST_STEPS} at least"
-        judged = Outcome.INVALID, Failure("train", reply.steps, "too_few_steps", text)
-    if judged is not None:
-        return dataclasses.replace(measurement, outcome=judged[0], failure=judged[1])
+        failure = Failure("train", reply.steps, "too_few_steps", text)
+        return dataclasses.replace(measurement, outcome=Outcome.INVALID, failure=failure)
+    judged = judge(measurement, budget)
+    if judged is not measurement:
+        return judged
     share = max((s.delay_share or 0.0 for s in (reply.train_speed, reply.eval_speed) if s is not None), default=0.0)
     if share > DELAY_SHARE:
         note = f"its threads waited {share:.0%} of the timed windows for a processor"
@@ -418,13 +444,22 @@ def measurement_of(
     return measurement
 
 
-def _judge(measurement: Measurement, budget: Budget) -> tuple[Outcome, Failure] | None:
-    """Above a budget although it ran: what the cap does not see (context, projection, host memory)."""
+def judge(measurement: Measurement, budget: Budget) -> Measurement:
+    """The measurement as the budgets see it: above one although it ran is what the cap does not see (context,
+    projection, host memory), or another budget than the present one."""
+    verdict = _verdict(measurement, budget) if measurement.outcome in SPEED_KNOWN else None
+    return measurement if verdict is None else dataclasses.replace(measurement, outcome=verdict[0], failure=verdict[1])
+
+
+def _verdict(measurement: Measurement, budget: Budget) -> tuple[Outcome, Failure] | None:
     highest = max(((p.process_bytes or 0, p.name) for p in measurement.phases), default=(0, "train"))
     if highest[0] > budget.device_bytes:
         return Outcome.OVER_BUDGET, Failure(
             highest[1], None, "peak_above_budget", f"peak of {highest[0]} bytes above the budget"
         )
+    if (measurement.host_bytes or 0) > budget.host_bytes:
+        text = f"the process tree held {measurement.host_bytes} bytes of host memory, more than the host budget"
+        return Outcome.HOST_OOM, Failure(highest[1], None, "host_budget", text)
     growth = measurement.growth
     if growth is None:
         return None

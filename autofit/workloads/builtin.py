@@ -104,6 +104,7 @@ class SyntheticRows(Dataset):
     def __init__(self, task: ModelTask, config: Any, length: int) -> None:
         self._task, self._length = task, length
         self._vocabulary = getattr(config, "vocab_size", 0)
+        self._end = getattr(config, "eos_token_id", None) if getattr(config, "is_encoder_decoder", False) else None
         self._labels = getattr(config, "num_labels", 2)
         self._channels = getattr(config, "num_channels", 3)
 
@@ -118,6 +119,9 @@ class SyntheticRows(Dataset):
             return {"pixel_values": pixels, "labels": torch.tensor(index % self._labels)}
         # Ids from 3 on: 0 to 2 are padding and other special tokens in most vocabularies.
         tokens = torch.randint(min(3, self._vocabulary - 1), self._vocabulary, (self._task.seq_len,), generator=random)
+        if self._end is not None:  # encoder-decoders classify at the one end token of each row
+            tokens[tokens == self._end] = self._end - 1 if self._end > 3 else self._end + 1
+            tokens[-1] = self._end
         row = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         row["labels"] = tokens.clone() if self._task.task == "causal-lm" else torch.tensor(index % self._labels)
         return row

@@ -20,6 +20,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_EFFECTIVE_BATCH = 32
 DEFAULT_EVAL_ROWS = 1000
 DEFAULT_SEQ_LEN = {"text-classification": 512, "causal-lm": 1024}
+LONGEST_NAME = 1000  # characters; a longer path is an error of the file system
+MOST = {"--seq-len": 10**7, "--image-size": 10**5, "--eval-rows": 10**9, "--lora": 10**5, "--effective-batch": 10**7}
 DEFAULT_BATCH = 8  # TrainingArguments' own
 _HEADS = {
     "ForSequenceClassification": "text-classification",
@@ -92,8 +94,10 @@ def make_model_task(
         ("--eval-rows", eval_rows),
         ("--lora", lora_rank),
     ):
-        if value is not None and value < 1:
-            raise UsageError(f"{name} {value} is too small; give a positive number")
+        if value is not None and not 1 <= value <= MOST[name]:
+            raise UsageError(f"{name} {value} makes no sense; give a number from 1 to {MOST[name]}")
+    if task == "causal-lm" and seq_len < 2:
+        raise UsageError(f"--seq-len {seq_len} leaves no next token to learn; give 2 at least")
     return (
         ModelTask(
             model=model,
@@ -114,7 +118,7 @@ def make_model_task(
 def read_config(model: str) -> tuple[dict[str, Any], str | None, Path | None]:
     """(configuration, task that the catalog gives it, folder it lies in). Raises UsageError."""
     path = Path(model).expanduser()
-    if path.is_dir():
+    if len(model) < LONGEST_NAME and path.is_dir():
         file = path / "config.json"
         if not file.exists():
             raise UsageError(f"{model} has no config.json; give a folder that save_pretrained wrote")
@@ -132,6 +136,8 @@ def _fetch_config(model: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
+    if len(model) >= LONGEST_NAME:
+        raise UsageError(f"a model's name of {len(model)} characters is none; give a local folder or a hub id")
     close = difflib.get_close_matches(model.lower(), [n.lower() for n in model_names()], n=2, cutoff=0.5)
     hint = (
         f"did you mean {' or '.join(close)}?"
@@ -212,8 +218,9 @@ def _set_batches(arguments: dict[str, Any], effective_batch: int | None, assumed
         else:
             effective_batch = DEFAULT_EFFECTIVE_BATCH
             assumed.append(f"effective batch {effective_batch} (--effective-batch)")
-    if effective_batch < 1:
-        raise UsageError(f"--effective-batch {effective_batch} is too small; give a positive number")
+    if not 1 <= effective_batch <= MOST["--effective-batch"]:
+        most = MOST["--effective-batch"]
+        raise UsageError(f"--effective-batch {effective_batch} makes no sense; give a number from 1 to {most}")
     if batch and accumulation and batch * accumulation != effective_batch:
         raise UsageError(
             f"--effective-batch {effective_batch} is not the {batch} × {accumulation} of --args; change one of them"

@@ -125,7 +125,16 @@ def usual() -> tuple[list[Measurement], Selection]:
             outcome=Outcome.DEVICE_OOM,
             failure=Failure("backward", 2, "OutOfMemoryError", "no more memory: tried to allocate 96 MiB"),
         ),
-        probe(5, BASELINE, "confirm-baseline", rates=(19.5, 19.7), train=300, evaluate=310, projected=380),
+        probe(
+            5,
+            BASELINE,
+            "confirm-baseline",
+            rates=(19.5, 19.7),
+            eval_rates=(120.0,),
+            train=300,
+            evaluate=310,
+            projected=380,
+        ),
         probe(6, LARGE, "confirm", rates=(41.1, 41.3), eval_rates=(310.0,), train=402, evaluate=410, projected=412),
     ]
     return measurements, selection(choice(LARGE, 41.2, 2.102, folder="runs/x/best"))

@@ -315,6 +315,20 @@ def test_a_failed_projection_of_evaluation_does_not_rule_out_training(tmp_path):
     assert max(m.train_speed.per_second for m in timed) >= 0.95 * landscape.best_rate()
 
 
+def test_a_winner_that_loses_to_the_users_own_settings_in_turn_gives_way_to_them(tmp_path):
+    def slow_from_files(request, reply):
+        own = request.files and json.loads((Path(request.files) / "training_args.json").read_text())
+        if own and own["per_device_train_batch_size"] != BASELINE["per_device_train_batch_size"]:
+            return replace(reply, train_speed=replace(reply.train_speed, seconds=(99.0, 99.0)))
+        return reply
+
+    landscape = make_landscape()
+    best, _ = decide(make_search(tmp_path, landscape, MadeUpLauncher(landscape, slow_from_files)), tmp_path)
+    assert best.candidate == landscape.space.baseline
+    emitted = json.loads((tmp_path / "run/best/training_args.json").read_text())
+    assert emitted["per_device_train_batch_size"] == BASELINE["per_device_train_batch_size"]
+
+
 def test_measurements_of_other_versions_do_not_count(tmp_path):
     landscape = make_landscape()
     first = make_search(tmp_path, landscape)

@@ -7,7 +7,7 @@ from report_cases import BASELINE, BUDGET, FUSED, IN_CODE, LARGE, MB, SMALL, cho
 
 from autofit.records import Candidate, Failure, Outcome
 from autofit.report.labels import about_text, change_text, count_text, gain_text, in_unit, knob_texts, plain, rate_text
-from autofit.report.sentences import answer, difference, next_command
+from autofit.report.sentences import answer, busy_text, difference, next_command, own_arguments_file
 from autofit.report.summary import is_projected, summarize
 
 OOM = Failure("evaluate", 3, "OutOfMemoryError", "no more memory")
@@ -70,7 +70,8 @@ def test_the_last_undisturbed_probe_decides_the_outcome():
     failed = probe(2, LARGE, "confirm", Outcome.DEVICE_OOM, failure=OOM)
     (row,) = rows_of([probe(1, LARGE, rates=(10.0,)), failed], selection(None))
     assert row.outcome is Outcome.DEVICE_OOM
-    (row,) = rows_of([failed, probe(3, LARGE, rates=(10.0,))], selection(None))
+    again = probe(3, LARGE, "confirm", rates=(10.0,))
+    (row,) = rows_of([failed, again], selection(choice(LARGE, 10.0, None)))
     assert row.outcome is Outcome.FITS
 
 
@@ -101,10 +102,10 @@ def test_a_projected_evaluation_peak_is_marked_and_a_measured_one_is_not():
     assert not any("projected" in n for n in summarize(measurements[1:], selection(None), BUDGET, "").notes)
 
 
-def test_the_gain_of_the_chosen_is_the_confirmations_and_of_others_the_measured_one():
+def test_the_gain_of_the_chosen_is_the_confirmations_and_of_others_that_over_the_speed_shown_of_yours():
     measurements, chosen = usual()
     assert row_of(LARGE, measurements, chosen).gain == 2.102
-    assert row_of(SMALL, measurements, chosen).gain == pytest.approx(9.1 / 19.65)
+    assert row_of(SMALL, measurements, chosen).gain == pytest.approx(9.1 / 19.6, rel=1e-3)
     assert row_of(BASELINE, measurements, chosen).gain == pytest.approx(1.0)
 
 
@@ -200,13 +201,133 @@ def test_what_the_chosen_probes_noted_is_told_once_and_what_others_noted_is_not(
     )
 
 
+# What a row shows
+
+
+def confirmed_case():
+    """A search on a quiet machine, and a confirmation on one that is half as fast."""
+    baseline = probe(1, BASELINE, "baseline", rates=(30.0, 30.0), eval_rates=(200.0,), train=350, evaluate=360)
+    return [
+        baseline,
+        probe(2, LARGE, rates=(60.0, 60.0), train=400),
+        probe(3, FUSED, rates=(60.1, 60.1), train=450),
+        probe(4, SMALL, rates=(15.0, 15.0), train=250),
+        probe(5, BASELINE, "confirm-baseline", Outcome.CONTAMINATED, rates=(10.0,), train=300, evaluate=310),
+        probe(6, LARGE, "confirm", rates=(40.0, 40.4), eval_rates=(310.0,), train=402, evaluate=410),
+        probe(7, BASELINE, "confirm-baseline", rates=(20.0, 20.2), eval_rates=(100.0,), train=300, evaluate=310),
+        probe(8, LARGE, "confirm", Outcome.CONTAMINATED, rates=(5.0,), eval_rates=(9.0,), train=440, evaluate=440),
+    ], selection(choice(LARGE, 33.0, 2.0, 440), reasons={FUSED.key: "51% slower", SMALL.key: "50% slower"})
+
+
+def test_the_chosen_and_yours_show_the_undisturbed_probes_of_the_confirmation_alone():
+    measurements, chosen = confirmed_case()
+    best, yours = row_of(LARGE, measurements, chosen), row_of(BASELINE, measurements, chosen)
+    assert (best.train_per_second, best.eval_per_second) == (pytest.approx(40.2), pytest.approx(310.0))
+    assert (best.train_bytes, best.eval_bytes, best.probes) == (402 * MB, 410 * MB, ("0006", "0008"))
+    assert (yours.train_per_second, yours.eval_per_second) == (pytest.approx(20.1), pytest.approx(100.0))
+    assert (yours.train_bytes, yours.probes) == (300 * MB, ("0005", "0007"))
+    assert best.outcome is yours.outcome is Outcome.FITS
+    winner = selection(choice(BASELINE, 30.0, None))
+    own = [*measurements, probe(9, BASELINE, "confirm", rates=(25.0,), train=320)]
+    assert row_of(BASELINE, own, winner).train_per_second == pytest.approx(25.0)
+    assert row_of(LARGE, measurements, winner).train_per_second == pytest.approx(60.0)
+
+
+def test_the_headline_has_the_figures_of_the_table():
+    measurements, chosen = confirmed_case()
+    (sentence,) = answer(chosen, measurements, BUDGET)
+    assert "(40.2 ±0.5% against 20.1 ±0.5%), peak 410 MB of 500 MB, evaluation 310 rows/s" in sentence
+
+
+def test_only_disturbed_turns_are_shown_and_marked():
+    measurements = [
+        probe(1, LARGE, rates=(60.0,), train=400),
+        probe(2, LARGE, "confirm", Outcome.CONTAMINATED, rates=(40.0,), train=402),
+    ]
+    chosen = selection(choice(LARGE, 40.0, None))
+    row = row_of(LARGE, measurements, chosen)
+    assert (row.train_per_second, row.outcome) == (pytest.approx(40.0), Outcome.CONTAMINATED)
+    assert "40.0 samples/s (contaminated)" in answer(chosen, measurements, BUDGET)[0]
+
+
+def test_gains_and_slower_agree_with_the_speeds_shown():
+    measurements, chosen = confirmed_case()
+    small, fused = row_of(SMALL, measurements, chosen), row_of(FUSED, measurements, chosen)
+    assert (small.gain, small.reason) == (pytest.approx(15.0 / 20.1), "63% slower")
+    assert fused.gain == pytest.approx(60.1 / 20.1) and "slower" not in fused.reason
+    for rates, train, reason in (
+        ((40.3,), 390, "as fast within the noise"),
+        ((40.3,), 450, "as fast, larger peak"),
+        ((30.15,), 450, "25% slower"),
+    ):
+        other = [m for m in measurements if m.candidate != FUSED] + [probe(9, FUSED, rates=rates, train=train)]
+        assert row_of(FUSED, other, chosen).reason == reason
+
+
+def test_a_faster_row_tells_why_it_lost():
+    measurements, chosen = confirmed_case()
+    failed = probe(9, FUSED, "confirm", Outcome.DEVICE_OOM, failure=OOM)
+    row = row_of(FUSED, [*measurements, failed], selection(chosen.best))
+    assert row.reason.startswith("failed its confirmation: out of device memory") and not row.fits
+    evaluated = probe(9, FUSED.but(per_device_eval_batch_size=1), "evaluate", Outcome.DEVICE_OOM, failure=OOM)
+    fast = [m for m in measurements if m.candidate != FUSED] + [probe(3, FUSED, rates=(70.0,)), evaluated]
+    assert row_of(FUSED, fast, chosen).reason == "evaluation does not fit"
+    coded = selection(chosen.best, reasons={FUSED.key: "needs code, for no gain beyond the noise"})
+    assert row_of(FUSED, measurements, coded).reason.startswith("needs code")
+    (sentence,) = answer(chosen, fast, BUDGET)
+    assert "within" not in sentence
+    assert sentence.endswith("(70.0 samples/s), which lost: evaluation does not fit.")
+
+
+def test_a_disturbed_evaluation_leaves_a_clean_speed_fitting_and_not_the_other_way_round():
+    evaluated = probe(2, LARGE, "evaluate", Outcome.CONTAMINATED, eval_rates=(5.0,), evaluate=300)
+    (row,) = rows_of([probe(1, LARGE, rates=(10.0,)), evaluated], selection(None))
+    assert (row.outcome, row.eval_per_second) == (Outcome.FITS, pytest.approx(5.0))
+    evaluated = probe(2, LARGE, "evaluate", eval_rates=(5.0,), evaluate=300)
+    (row,) = rows_of([probe(1, LARGE, outcome=Outcome.CONTAMINATED, rates=(10.0,)), evaluated], selection(None))
+    assert row.outcome is Outcome.CONTAMINATED
+
+
+def test_a_probe_that_did_not_run_shows_no_peak():
+    (row,) = rows_of([probe(1, LARGE, outcome=Outcome.DEVICE_OOM, train=200, evaluate=200)], selection(None))
+    assert (row.train_bytes, row.eval_bytes) == (None, None)
+
+
+def test_a_busy_machine_is_told_where_more_than_a_third_was_disturbed():
+    calm = [probe(n, LARGE, rates=(10.0,)) for n in range(2)]
+    disturbed = [probe(n, LARGE, outcome=Outcome.CONTAMINATED) for n in (3, 4)]
+    assert busy_text([*calm, disturbed[0]]) is None
+    told = "the machine was busy: 2 of 4 probes were disturbed; run it again when it is quiet"
+    assert busy_text([*calm, *disturbed]) == told
+
+
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        (["train.py", "args.json"], "args.json"),
+        (["-m", "pkg.train", "my.yaml"], "my.yaml"),
+        (["train.py", "--train_file", "rows.json"], None),
+        (["train.py"], None),
+        ([], None),
+    ],
+)
+def test_the_file_of_arguments_is_found_and_said_to_be_merged_into(command, found):
+    assert own_arguments_file(command) == found
+    last = next_command("best", None, found)[-1]
+    assert "holds TrainingArguments fields only" in last
+    expected = (
+        f"merge these fields into {found}: it also holds keys of your own" if found else "if yours has other keys"
+    )
+    assert last.endswith(expected)
+
+
 # The answer
 
 
 def test_the_answer_tells_the_confirmed_gain_both_speeds_the_peak_and_why():
     measurements, chosen = usual()
     (sentence,) = answer(chosen, measurements, BUDGET)
-    assert sentence.startswith("2.1× the samples/s of your settings (41.2 ±1.0% against 19.6 ±0.5%)")
+    assert sentence.startswith("2.1× the samples/s of your settings (41.2 ±0.2% against 19.6 ±0.5%)")
     assert "peak ~412 MB of 500 MB" in sentence
     assert sentence.endswith("the fastest of 3 that fit.")
 
@@ -257,23 +378,23 @@ def test_a_confirmation_within_the_noise_is_told_as_a_tie():
         probe(2, LARGE, "confirm", rates=(19.5, 21.5), train=200),
     ]
     (sentence,) = answer(selection(choice(LARGE, 20.5, 1.025)), measurements, BUDGET)
-    assert sentence.startswith("As fast as your settings within the noise (20.5 ±1.0% against 20.0 ±5.0% samples/s)")
+    assert sentence.startswith("As fast as your settings within the noise (20.5 ±4.9% against 20.0 ±5.0% samples/s)")
     assert "1.02×" not in sentence
 
 
 def test_settings_that_are_the_best_already_are_told_without_a_gain():
     measurements = [probe(1, BASELINE, "baseline", rates=(20.0, 20.2)), probe(2, LARGE, rates=(10.0, 10.1))]
     (sentence,) = answer(selection(choice(BASELINE, 20.1, None)), measurements, BUDGET)
-    assert sentence == "Your settings, 20.1 ±1.0% samples/s, peak 412 MB of 500 MB: the fastest of 2 that fit."
+    assert sentence == "Your settings, 20.1 ±0.5% samples/s, peak 412 MB of 500 MB: the fastest of 2 that fit."
 
 
-def test_a_winner_that_is_not_the_fastest_says_by_how_much_and_what_for():
+def test_a_winner_within_the_noise_of_the_fastest_says_what_for():
     measurements = [
         probe(1, LARGE, "confirm", rates=(40.0, 40.0), train=300),
         probe(2, FUSED, rates=(40.2, 40.2), train=400),
     ]
     (sentence,) = answer(selection(choice(LARGE, 40.0, 2.0)), measurements, BUDGET)
-    assert sentence.endswith("within 0.5% of the fastest of 2 that fit, with a smaller peak.")
+    assert sentence.endswith(": as fast as the fastest within the noise, with a smaller peak.")
 
 
 def test_what_only_evaluation_sees_is_no_other_training_setting():
@@ -345,7 +466,8 @@ def test_the_difference_uses_the_name_that_the_installed_release_has():
 
 
 def test_the_next_command_shows_both_ways_to_read_the_file_as_python():
-    path, first, second = next_command("runs/it's/best", None)
+    path, first, either, second, _ = next_command("runs/it's/best", None)
+    assert either.strip() == "or"
     assert path == "runs/it's/best/training_args.json"
     for line in (first, second):
         compile(line.strip(), "next", "exec")
@@ -354,7 +476,7 @@ def test_the_next_command_shows_both_ways_to_read_the_file_as_python():
 
 def test_what_needs_code_points_to_its_snippet():
     lines = next_command("runs/best", "runs/best-with-code")
-    assert len(lines) == 4 and "snippet.py" in lines[3] and "best-with-code" in lines[3]
+    assert len(lines) == 6 and "snippet.py" in lines[4] and "best-with-code" in lines[4]
     alone = next_command(None, "runs/best-with-code")
     assert "snippet.py" in alone[0] and sum("json.load" in line for line in alone) == 1
     assert next_command(None, None) == []

@@ -5,12 +5,13 @@ settings that do not fit. Pure: sentences are returned, and drawn elsewhere.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from autofit.emission import ARGUMENTS_FILE, SNIPPET_FILE
 from autofit.knobs import KNOBS, needs_code
 from autofit.records import Budget, Candidate, Choice, Measurement, Outcome, Selection
 from autofit.report.labels import change_text, gain_text, phase_text, plain, rate_text, spread_text
-from autofit.report.summary import FITTING, Row, deciding, is_projected, nearest_row, rate, summarize
+from autofit.report.summary import FITTING, Row, deciding, is_projected, nearest_row, summarize, tied, train_knobs
 from autofit.selection import changes, leaders, score
 from autofit.trainer_args import installed_name
 from autofit.units import format_bytes
@@ -22,19 +23,19 @@ def answer(selection: Selection, measurements: Iterable[Measurement], budget: Bu
     """What won, its gain, and why; a second sentence or two where the user's settings do not fit or code gives more."""
     listed = list(measurements)
     rows = summarize(listed, selection, budget, "").rows
-    best, coded = selection.best, selection.best_with_code
+    best, coded = (c and _as_shown(c, rows) for c in (selection.best, selection.best_with_code))
     if best is None and coded is None:
         return ["No candidate that fits was confirmed."]
     sentences = []
     if selection.baseline is not None and selection.baseline_outcome not in (None, Outcome.FITS, Outcome.CONTAMINATED):
         sentences.append(_baseline_failure(selection, listed, rows, budget))
     if best is not None:
-        sentences.append(f"{_headline(best, selection, listed, budget)}: {_why(best, selection, rows)}.")
+        sentences.append(f"{_headline(best, selection, listed, rows, budget)}: {_why(best, selection, rows)}.")
     if coded is not None and (best is None or coded.candidate != best.candidate):
         if best is None:
-            sentences.append(f"What fits needs code: {_headline(coded, selection, listed, budget)}.")
+            sentences.append(f"What fits needs code: {_headline(coded, selection, listed, rows, budget)}.")
         else:
-            sentences.append(_coded_sentence(coded, best, selection, listed, budget))
+            sentences.append(_coded_sentence(coded, best, selection, listed, rows, budget))
     return sentences
 
 
@@ -57,8 +58,11 @@ def difference(baseline: Candidate, chosen: Candidate, fields: Iterable[str] = (
     return lines
 
 
-def next_command(best: str | None, with_code: str | None) -> list[str]:
-    """How to use the emitted files. Both are folders as they are to be printed, None where nothing was emitted."""
+def next_command(best: str | None, with_code: str | None, own_file: str | None = None) -> list[str]:
+    """How to use the emitted files. Both are folders as they are to be printed, None where nothing was emitted.
+
+    `own_file` is the file of arguments that the user's command reads. Lines of code begin with four spaces.
+    """
     lines = []
     for folder in (best, with_code):
         if folder is None:
@@ -66,22 +70,75 @@ def next_command(best: str | None, with_code: str | None) -> list[str]:
         path = f"{folder}/{ARGUMENTS_FILE}"
         lines.append(plain(path) if folder == best else f"{plain(path)}, completed by {SNIPPET_FILE} beside it")
         if not best or folder == best:
-            lines.append(f"  args, = HfArgumentParser(TrainingArguments).parse_json_file({path!r})")
-            lines.append(f"  args = TrainingArguments(**json.load(open({path!r})))")
+            lines.append(f"    args, = HfArgumentParser(TrainingArguments).parse_json_file({path!r})")
+            lines.append("  or")
+            lines.append(f"    args = TrainingArguments(**json.load(open({path!r})))")
+    if lines and own_file is not None:
+        lines.append(
+            f"{ARGUMENTS_FILE} holds TrainingArguments fields only; "
+            f"merge these fields into {plain(own_file)}: it also holds keys of your own"
+        )
+    elif lines:
+        lines.append(
+            f"{ARGUMENTS_FILE} holds TrainingArguments fields only; "
+            "merge them into your own file if yours has other keys"
+        )
     return lines
 
 
-def _headline(choice: Choice, selection: Selection, measurements: Sequence[Measurement], budget: Budget) -> str:
+def own_arguments_file(command: Sequence[str]) -> str | None:
+    """The file of arguments in a user's command, as `HfArgumentParser` reads one; a file behind an option is none."""
+    for before, word in zip(command, command[1:], strict=False):
+        if word.lower().endswith((".json", ".yaml", ".yml")) and not before.startswith("-"):
+            return word
+    return None
+
+
+def busy_text(measurements: Sequence[Measurement]) -> str | None:
+    """Said last where the figures of a search are worth little; None where few probes were disturbed."""
+    disturbed = sum(m.outcome is Outcome.CONTAMINATED for m in measurements)
+    if 3 * disturbed <= len(measurements):
+        return None
+    return (
+        f"the machine was busy: {disturbed} of {len(measurements)} probes were disturbed; run it again when it is quiet"
+    )
+
+
+def _as_shown(choice: Choice, rows: Sequence[Row]) -> Choice:
+    """`choice` with the figures of its row, so that a sentence and the table never differ."""
+    row = next((row for row in rows if row.candidate == choice.candidate), None)
+    if row is None or row.train_per_second is None:
+        return choice
+    held = [held for held in (row.train_bytes, row.eval_bytes) if held is not None]
+    return replace(
+        choice,
+        train_per_second=row.train_per_second,
+        train_spread=row.train_spread or 0.0,
+        eval_per_second=row.eval_per_second,
+        peak_bytes=max(held, default=choice.peak_bytes),
+    )
+
+
+def _headline(
+    choice: Choice, selection: Selection, measurements: Sequence[Measurement], rows: Sequence[Row], budget: Budget
+) -> str:
     own_speed = f"{rate_text(choice.train_per_second)}{spread_text(choice.train_spread or None)}"
     peak = _peak(choice, measurements, budget)
+    own = next((row for row in rows if row.candidate == choice.candidate), None)
+    mark = " (contaminated)" if own is not None and own.outcome is Outcome.CONTAMINATED else ""
+    yours = next((row for row in rows if row.candidate == selection.baseline), None)
     if choice.candidate == selection.baseline:
-        text = f"Your settings, {own_speed} samples/s, peak {peak}"
-    elif choice.gain is None or selection.baseline_outcome not in (None, Outcome.FITS, Outcome.CONTAMINATED):
+        text = f"Your settings, {own_speed} samples/s{mark}, peak {peak}"
+    elif (
+        choice.gain is None
+        or selection.baseline_outcome not in (None, *FITTING)
+        or yours is None
+        or yours.train_per_second is None
+    ):
         changed = change_text(selection.baseline, choice.candidate)
-        text = f"{changed[:1].upper()}{changed[1:]}, {own_speed} samples/s, peak {peak}"
+        text = f"{changed[:1].upper()}{changed[1:]}, {own_speed} samples/s{mark}, peak {peak}"
     else:
-        base, spread = _confirmed_baseline(measurements, choice)
-        against = f"{own_speed} against {rate_text(base)}{spread_text(spread)}"
+        against = f"{own_speed} against {rate_text(yours.train_per_second)}{spread_text(yours.train_spread)}"
         if _tied(choice, selection, measurements):
             text = f"As fast as your settings within the noise ({against} samples/s), peak {peak}"
         else:
@@ -92,13 +149,18 @@ def _headline(choice: Choice, selection: Selection, measurements: Sequence[Measu
 
 
 def _coded_sentence(
-    coded: Choice, best: Choice, selection: Selection, measurements: Sequence[Measurement], budget: Budget
+    coded: Choice,
+    best: Choice,
+    selection: Selection,
+    measurements: Sequence[Measurement],
+    rows: Sequence[Row],
+    budget: Budget,
 ) -> str:
     """What code adds to the best: its gain in training where it trains faster, else the phase that gained."""
     lead = f"With code ({change_text(best.candidate, coded.candidate)})"
-    trains_faster = _train_knobs(coded.candidate) != _train_knobs(best.candidate) and not _as_fast(coded, best)
+    trains_faster = train_knobs(coded.candidate) != train_knobs(best.candidate) and not _as_fast(coded, best)
     if trains_faster or not (coded.eval_per_second and best.eval_per_second):
-        return f"{lead}: {_headline(coded, selection, measurements, budget)}."
+        return f"{lead}: {_headline(coded, selection, measurements, rows, budget)}."
     own = f"{rate_text(coded.eval_per_second)} rows/s"
     peak = _peak(coded, measurements, budget)
     if _is_disturbed(coded, selection) or _is_disturbed(best, selection):
@@ -122,15 +184,9 @@ def _is_disturbed(choice: Choice, selection: Selection) -> bool:
 
 
 def _peak(choice: Choice, measurements: Sequence[Measurement], budget: Budget) -> str:
-    own = [m for m in measurements if m.candidate == choice.candidate and m.peak_bytes == choice.peak_bytes]
-    sign = "~" if any(is_projected(m) and m.eval_bytes == choice.peak_bytes for m in own) else ""
+    own = [m for m in measurements if m.candidate == choice.candidate and m.eval_bytes == choice.peak_bytes]
+    sign = "~" if any(is_projected(m) for m in own) else ""
     return f"{sign}{format_bytes(choice.peak_bytes, budget.unit)} of {format_bytes(budget.device_bytes, budget.unit)}"
-
-
-def _confirmed_baseline(measurements: Sequence[Measurement], choice: Choice) -> tuple[float, float | None]:
-    """(rows per second, spread) of the user's settings in the confirmation, at which `choice.gain` was told."""
-    spread = rate([m for m in measurements if m.purpose == "confirm-baseline" and m.ran], "train")[1]
-    return choice.train_per_second / choice.gain, spread
 
 
 def _tied(choice: Choice, selection: Selection, measurements: Sequence[Measurement]) -> bool:
@@ -146,28 +202,30 @@ def _tied(choice: Choice, selection: Selection, measurements: Sequence[Measureme
 
 def _why(choice: Choice, selection: Selection, rows: Sequence[Row]) -> str:
     """Why it won, among the training settings that fit; what only evaluation sees does not make another one."""
-    own = _train_knobs(choice.candidate)
+    own = train_knobs(choice.candidate)
     rivals: dict[tuple, Row] = {}
     for row in rows:
         coded = selection.baseline is not None and needs_code(row.candidate, selection.baseline)
         if row.fits and row.train_per_second is not None and not coded:
-            rivals.setdefault(_train_knobs(row.candidate), row)
+            rivals.setdefault(train_knobs(row.candidate), row)
     others = [row for key, row in rivals.items() if key != own]
     if not others:
         return "the only training settings that were measured and fit"
     own_rate = rivals[own].train_per_second if own in rivals else choice.train_per_second
-    faster = [row for row in others if row.train_per_second > own_rate]
+    faster = sorted((r for r in others if r.train_per_second > own_rate), key=lambda r: -r.train_per_second)
     if not faster:
         return f"the fastest of {len(others) + 1} that fit"
-    gap = max(row.train_per_second for row in faster) / own_rate - 1
-    text = f"within {gap:.1%} of the fastest of {len(others) + 1} that fit"
-    held = rivals[own].train_bytes if own in rivals else None
+    beyond = [row for row in faster if own not in rivals or not tied(row, rivals[own])]
+    if beyond:
+        lost = beyond[0]
+        named = change_text(selection.baseline, lost.candidate)
+        reason = lost.reason or "it was not confirmed"
+        return (
+            f"faster was only measured of {named} ({rate_text(lost.train_per_second)} samples/s), which lost: {reason}"
+        )
+    held = rivals[own].train_bytes
     smaller = held is not None and all(row.train_bytes is None or held < row.train_bytes for row in faster)
-    return text + (", with a smaller peak" if smaller else "")
-
-
-def _train_knobs(candidate: Candidate) -> tuple:
-    return tuple(sorted((k, repr(v)) for k, v in candidate.values.items() if k in KNOBS and KNOBS[k].phase == "train"))
+    return "as fast as the fastest within the noise" + (", with a smaller peak" if smaller else "")
 
 
 def _baseline_failure(

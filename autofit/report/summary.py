@@ -1,39 +1,44 @@
 """Measurements and a selection to the plain data of the final table. Everything is computed here and drawn elsewhere.
 
-One row per candidate: what races and confirmations measured again is merged into it. Not here: the sentences of the
-answer (`sentences`), how wide a column is (`grid`), colours (`terminal`).
+One row per candidate. What is chosen and the user's own settings show their confirmation alone, where they ran in turn;
+all others show what the search measured. Not here: the sentences of the answer (`sentences`), how wide a column is
+(`grid`), colours (`terminal`).
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
+from autofit.knobs import KNOBS
 from autofit.records import Budget, Candidate, Choice, Measurement, Outcome, Selection
 from autofit.report.labels import UNKNOWN, in_unit, knob_texts, plain
-from autofit.selection import changes, failure_reason, usable, window_rates
+from autofit.selection import changes, failure_reason, window_rates
 from autofit.units import format_bytes
 
 FITTING = (Outcome.FITS, Outcome.CONTAMINATED)
+PREFERRED = (*FITTING, Outcome.OVER_BUDGET)  # whose figures a row shows: of the first outcome that has any
+SAME_SPEED = 0.01  # below this a row is not called slower
 MESSAGE_CHARACTERS = 200  # of a failure's first line: torch's longest out-of-memory message states its sizes before
 
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate, all its probes merged."""
+    """One candidate; every figure is of the probes that `shown` names, undisturbed ones where there are any."""
 
     candidate: Candidate
     role: str  # best, with code, yours, several of them with a comma, or empty
     knobs: dict[str, str]  # column -> short value
     probes: tuple[str, ...]
-    outcome: Outcome  # of the last probe that nobody disturbed
-    train_per_second: float | None  # rows per second, the median window of all its probes
+    outcome: Outcome  # of those probes: contaminated only where the speed is
+    train_per_second: float | None  # rows per second, the median window
     train_spread: float | None  # half the range of the windows over the median; None with less than two windows
     eval_per_second: float | None
     train_bytes: int | None
     eval_bytes: int | None
     eval_projected: bool  # `eval_bytes` is the projection to the whole evaluation set, above what was measured
-    gain: float | None  # times the baseline's speed; None where the baseline or this candidate does not fit
+    gain: float | None  # times the speed in the row of yours; None where that row or this one does not fit
     reason: str  # why it was not chosen
+    timed: int = 1  # probes that its speed is of
 
     @property
     def fits(self) -> bool:
@@ -66,11 +71,12 @@ def summarize(measurements: Iterable[Measurement], selection: Selection, budget:
     groups: dict[str, list[Measurement]] = {}
     for m in measurements:
         groups.setdefault(m.candidate.key, []).append(m)
-    rows = merge_rows(groups.values(), selection, budget)
+    rows = merge_rows(groups.values(), selection)
     columns = dict.fromkeys(column for row in rows for column in row.knobs)
     values = {column: {row.knobs.get(column, "none") for row in rows} for column in columns}
     same = {column: next(iter(found)) for column, found in values.items() if len(found) == 1}
-    failed = [deciding(group) for group in groups.values() if deciding(group).outcome not in FITTING]
+    last = [deciding(shown(group, selection)) for group in groups.values()]
+    failed = [m for m in last if m.outcome not in FITTING]
     return Summary(
         rows=tuple(rows),
         varying=tuple(column for column in columns if column not in same),
@@ -80,23 +86,59 @@ def summarize(measurements: Iterable[Measurement], selection: Selection, budget:
     )
 
 
-def merge_rows(groups: Iterable[Sequence[Measurement]], selection: Selection, budget: Budget) -> list[Row]:
+def merge_rows(groups: Iterable[Sequence[Measurement]], selection: Selection) -> list[Row]:
     """A row for each group of measurements of one candidate, in the order of the table."""
     listed = list(groups)
-    own = next((g for g in listed if g[0].candidate == selection.baseline), [])
-    own_rate = rate(own, "train")[0] if own and deciding(own).outcome in FITTING and _may_gain(selection) else None
-    rows = [_row(group, selection, budget, own_rate) for group in listed]
-    return sorted(rows, key=_order)
+    rows = [_row(group, selection) for group in listed]
+    yours = next((row for row in rows if row.candidate == selection.baseline), None)
+    own_rate = yours.train_per_second if yours is not None and yours.fits and _may_gain(selection) else None
+    rows = [replace(row, gain=_gain(row, selection, own_rate)) for row in rows]
+    best = chosen_row(rows, selection)
+    own = next((group for group in listed if best is not None and group[0].candidate == best.candidate), [])
+    told = [
+        replace(row, reason=plain(_reason(row, group, best, own, listed, selection)))
+        for row, group in zip(rows, listed, strict=True)
+    ]
+    return sorted(told, key=_order)
+
+
+def shown(group: Sequence[Measurement], selection: Selection) -> list[Measurement]:
+    """The probes of one candidate that its row shows.
+
+    Of the chosen and of the user's own settings the confirmation's; of all others those of the search, and behind them a
+    confirmation that failed, since what failed once does not fit.
+    """
+    candidate = group[0].candidate
+    wanted = []
+    if any(choice.candidate == candidate for _, choice in choices(selection)):
+        wanted.append("confirm")
+    if candidate == selection.baseline:
+        wanted += ["confirm-baseline", "baseline"]
+    for purpose in wanted:
+        found = [m for m in group if m.purpose == purpose]
+        if found:
+            return [m for m in found if m.outcome is not Outcome.KILLED] or found  # what was killed ran again
+    searched = [m for m in group if not m.purpose.startswith("confirm")]
+    confirmed = [m for m in group if m.purpose == "confirm"][-1:]
+    failed = [m for m in confirmed if m.outcome not in FITTING]
+    return searched + failed if searched else list(group)
+
+
+def chosen_row(rows: Sequence[Row], selection: Selection) -> Row | None:
+    """The row of best, or of what needs code where that alone was confirmed."""
+    named = choices(selection)
+    return next((row for row in rows if named and row.candidate == named[0][1].candidate), None)
 
 
 def deciding(group: Sequence[Measurement]) -> Measurement:
-    """The probe whose outcome is the candidate's: the last that was not disturbed, since a confirmation comes last."""
+    """The probe whose outcome is that of all: the last that was not disturbed."""
     return next((m for m in reversed(group) if m.outcome is not Outcome.CONTAMINATED), group[-1])
 
 
 def rate(group: Sequence[Measurement], phase: str) -> tuple[float | None, float | None]:
-    """(rows per second, spread) over all windows that count; over those of an over-budget run where none else ran."""
-    rates = window_rates(usable(group), phase) or window_rates([m for m in group if m.ran], phase)
+    """(rows per second, spread) over all windows of the undisturbed probes; without one, of the disturbed, then of those
+    over budget."""
+    rates = next((found for o in PREFERRED if (found := window_rates([m for m in group if m.outcome is o], phase))), [])
     if not rates:
         return None, None
     middle = median(rates)
@@ -134,33 +176,103 @@ def _may_gain(selection: Selection) -> bool:
     return selection.baseline_outcome in (None, *FITTING)
 
 
-def _row(group: Sequence[Measurement], selection: Selection, budget: Budget, own_rate: float | None) -> Row:
-    candidate, last = group[0].candidate, deciding(group)
-    chosen = [(role, choice) for role, choice in choices(selection) if choice.candidate == candidate]
-    roles = [role for role, _ in chosen] + (["yours"] if candidate == selection.baseline else [])
-    speed, spread = rate(group, "train")
-    gain = None
-    if last.outcome in FITTING and own_rate is not None:
-        gain = speed / own_rate if speed else None
-        if chosen and candidate != selection.baseline:
-            gain = chosen[0][1].gain  # the confirmation's: the only one that did not also choose it
-    evaluated = max((m for m in group if m.eval_bytes is not None), key=lambda m: m.eval_bytes, default=None)
-    why = "" if chosen else selection.reasons.get(candidate.key) or failure_reason(last) or ""
+def _gain(row: Row, selection: Selection, own_rate: float | None) -> float | None:
+    if not row.fits or own_rate is None:
+        return None
+    chosen = [choice for _, choice in choices(selection) if choice.candidate == row.candidate]
+    if chosen and row.candidate != selection.baseline:
+        return chosen[0].gain  # of the turns that nobody disturbed
+    return row.train_per_second / own_rate if row.train_per_second else None
+
+
+def _row(group: Sequence[Measurement], selection: Selection) -> Row:
+    """Without its gain and its reason, which need the other rows."""
+    candidate, probes = group[0].candidate, shown(group, selection)
+    roles = [role for role, choice in choices(selection) if choice.candidate == candidate]
+    roles += ["yours"] if candidate == selection.baseline else []
+    speed, spread = rate(probes, "train")
+    outcome = deciding(probes).outcome
+    timed = {m.outcome for m in probes if m.train_speed is not None}
+    if outcome is Outcome.FITS and Outcome.CONTAMINATED in timed and Outcome.FITS not in timed:
+        outcome = Outcome.CONTAMINATED
+    evaluated = max(_with_peak(probes, "eval_bytes"), key=lambda m: m.eval_bytes, default=None)
     return Row(
         candidate=candidate,
         role=", ".join(roles),
         knobs=knob_texts(candidate),
-        probes=tuple(m.probe for m in group),
-        outcome=last.outcome,
+        probes=tuple(m.probe for m in probes),
+        outcome=outcome,
         train_per_second=speed,
         train_spread=spread,
-        eval_per_second=rate(group, "evaluate")[0],
-        train_bytes=max((m.train_bytes for m in group if m.train_bytes is not None), default=None),
+        eval_per_second=rate(probes, "evaluate")[0],
+        train_bytes=max((m.train_bytes for m in _with_peak(probes, "train_bytes")), default=None),
         eval_bytes=evaluated.eval_bytes if evaluated else None,
         eval_projected=evaluated is not None and is_projected(evaluated),
-        gain=gain,
-        reason=plain("" if why in ("chosen", "fits") else why),
+        gain=None,
+        reason="",
+        timed=sum(m.train_speed is not None and m.outcome is outcome for m in probes),
     )
+
+
+def _with_peak(probes: Sequence[Measurement], name: str) -> list[Measurement]:
+    """Those whose peak counts; a probe that did not run to its end may have held no more than the weights."""
+    held = [m for m in probes if getattr(m, name) is not None]
+    return next((found for o in PREFERRED if (found := [m for m in held if m.outcome is o])), [])
+
+
+def _reason(
+    row: Row,
+    group: Sequence[Measurement],
+    best: Row | None,
+    own: Sequence[Measurement],
+    groups: Sequence[Sequence[Measurement]],
+    selection: Selection,
+) -> str:
+    """Why a row was not chosen, in agreement with the speeds that the two rows show. `own` is the group of `best`."""
+    if any(choice.candidate == row.candidate for _, choice in choices(selection)):
+        return ""
+    told = selection.reasons.get(row.candidate.key, "")
+    if not row.fits:
+        failed = deciding(shown(group, selection))
+        why = failure_reason(failed) or ""
+        return told or (f"failed its confirmation: {why}" if failed.purpose == "confirm" else why)
+    if told.startswith("needs code") or best is None:
+        return "" if told in ("chosen", "fits") else told
+    if row.train_per_second is None or best.train_per_second is None:
+        return told
+    gap = 1 - row.train_per_second / best.train_per_second
+    if gap >= SAME_SPEED:
+        return f"{gap:.0%} slower"
+    larger = (row.train_bytes or 0) > (best.train_bytes or 0)
+    if tied(row, best):
+        return "as fast, larger peak" if larger else "as fast within the noise"
+    if _evaluation_fails(row.candidate, groups):
+        return "evaluation does not fit"
+    if any(m.purpose == "confirm" for m in group):
+        return "no faster in its confirmation"
+    searched = rate([m for m in own if not m.purpose.startswith("confirm")], "train")[0]
+    if searched is not None and searched >= row.train_per_second * (1 - SAME_SPEED):
+        return "no faster in the search"
+    return "as fast in the search, larger peak" if larger else "as fast in the search within the noise"
+
+
+def tied(a: Row, b: Row) -> bool:
+    """Whether two rows are within the noise of each other, or as good as equal: the rule of the selection."""
+    noise = sum((row.train_spread or 0.0) ** 2 / max(row.timed, 1) for row in (a, b)) ** 0.5
+    slow, fast = sorted((a.train_per_second, b.train_per_second))
+    return fast / slow - 1 <= max(noise, SAME_SPEED)
+
+
+def train_knobs(candidate: Candidate) -> tuple:
+    """What training sees of a candidate: what only evaluation sees does not make other training settings."""
+    return tuple(sorted((k, repr(v)) for k, v in candidate.values.items() if k in KNOBS and KNOBS[k].phase == "train"))
+
+
+def _evaluation_fails(candidate: Candidate, groups: Sequence[Sequence[Measurement]]) -> bool:
+    """Whether every evaluation on top of these training settings failed."""
+    same = [m for group in groups if train_knobs(group[0].candidate) == train_knobs(candidate) for m in group]
+    failed = [m for m in same if m.failure is not None and m.failure.phase in ("evaluate", "metrics")]
+    return bool(failed) and not any(m.outcome in FITTING and m.eval_bytes is not None for m in same)
 
 
 def _order(row: Row) -> tuple:

@@ -1,5 +1,6 @@
 """The final table and the plan, drawn on a console of any width. What is drawn is computed in `summary` and `sentences`."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from rich.console import Console
 from autofit.records import Candidate
 from autofit.report.grid import Column, fold_parts, lay_out
 from autofit.report.labels import UNKNOWN, about_text, change_text, gain_text, knob_texts, plain, rate_text, spread_text
-from autofit.report.sentences import answer, difference, next_command
+from autofit.report.sentences import answer, busy_text, difference, next_command, own_arguments_file
 from autofit.report.summary import Row, Summary, summarize
 from autofit.report.terminal import print_folded, print_line
 from autofit.units import format_bytes, format_seconds
@@ -39,12 +40,27 @@ def draw_result(result: Any, console: Console) -> None:
     files = [None if c is None else shown_path(c.folder or result.folder / name) for c, name in named]
     print_line(console, "")
     print_line(console, "next, in your script:")
-    for line in next_command(*files):
-        print_line(console, f"  {line}")
+    for line in next_command(*files, own_arguments_file(_command(result.folder))):
+        if line.startswith("    "):  # code, to be copied
+            print_line(console, f"  {line}")
+        else:
+            print_folded(console, line, indent="  ")
     print_line(console, "")
     if result.timing:
         print_folded(console, timing_text(result.timing))
     print_folded(console, f"everything is in {plain(folder)}; the same command again resumes")
+    busy = busy_text(result.measurements)
+    if busy is not None:
+        print_folded(console, busy, "bold")
+
+
+def _command(folder: Path) -> list[str]:
+    """The user's own command from `run.json`; empty for a model, and where the file cannot be read."""
+    try:
+        run = json.loads((Path(folder) / "run.json").read_text(encoding="utf-8"))
+        return [str(word) for word in run["task"]["script"]["command"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def draw_table(summary: Summary, unit: str, console: Console) -> None:
@@ -91,7 +107,7 @@ def _cells(row: Row, varying: tuple[str, ...], unit: str) -> list[str]:
         f"{sign}{format_bytes(row.eval_bytes, unit)}" if row.eval_bytes is not None else "",
         rate_text(row.eval_per_second) if row.eval_per_second is not None else "",
         row.outcome.value,
-        row.reason if row.fits else "",  # what failed is told in full below
+        row.reason if row.fits or row.reason.startswith("failed its") else "",  # what failed is told in full below
         plain(row.probes[-1]),
     ]
 
@@ -154,15 +170,18 @@ def draw_plan(plan: Any, console: Console) -> None:
 
 
 def timing_text(timing: dict[str, float]) -> str:
-    """Where the time went; nothing is told of what `timing` lacks, as after `load`."""
+    """Where the time went: measured and overhead are the total. Nothing is told of what `timing` lacks, as after `load`.
+
+    Contention is summed over all threads and is no part of the total.
+    """
     told = {name: format_seconds(seconds) for name, seconds in timing.items()}
     text = f"search {told.get('total', UNKNOWN)}"
-    parts = [f"{name} {told[name]}" for name in ("measured", "overhead") if name in told]
-    if parts:
-        text += ", of which " + ", ".join(parts)
-    if "import" in told:
-        text += f" (import {told['import']})"
-    return text + (f"; contention {told['contention']}" if "contention" in told else "")
+    if "measured" in told and "overhead" in told:
+        imported = f" (of which import {told['import']})" if "import" in told else ""
+        text += f" = measured {told['measured']} + overhead {told['overhead']}{imported}"
+    if "contention" in told:
+        text += f"; contention: threads waited {told['contention']} for a processor, all of them added up"
+    return text
 
 
 def shown_path(path: str | Path) -> str:

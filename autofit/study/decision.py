@@ -109,21 +109,22 @@ class Decision:
                 candidate = self._next_best(candidate, tried, in_code)
                 continue
             choice = choice_of(confirmed, self._folder / name)
-            slower = choice.gain is not None and choice.gain < 1 - self._min_gain
-            if (
-                slower
-                and not in_code
-                and self._baseline.key not in tried
-                and self._search.space.holds(self._baseline, "train")
-            ):
+            if not in_code and self._baseline.key not in tried and self._is_slower(choice):
                 self._search.say(
-                    "the winner was slower than your own settings in its confirmation; yours are confirmed instead"
+                    "the winner was slower than your own settings in its confirmation; yours are confirmed"
                 )
                 candidate = self._baseline
                 continue
             self._emit(self._folder / name, candidate)
             return choice
         return None
+
+    def _is_slower(self, choice: Choice) -> bool:
+        """Whether other training settings than the user's own lost to them in turn, and there is room to confirm those."""
+        if choice.gain is None or _phase_part(choice.candidate, "train") == _phase_part(self._baseline, "train"):
+            return False
+        room = self._baseline in self._search.confirmed() or self._search.may_confirm()
+        return room and choice.gain < 1 - self._min_gain and self._search.space.holds(self._baseline, "train")
 
     def _next_best(self, failed: Candidate, tried: set[str], in_code: bool) -> Candidate | None:
         """One that an earlier run of this search has confirmed already, else the next by speed."""

@@ -297,9 +297,16 @@ def _prepared(options: Options, listener: Listener, began: float) -> Iterator[_P
         listener.prepared(shown, machine, budget, str(path), len(directory.measurements))
         for fact in facts:
             listener.said(fact)
-        prepared = _Prepared(options, listener, began, task, machine, budget, directory, launcher)
-        directory.write_run({**run, **prepared.facts()})
-        yield prepared
+        try:
+            prepared = _Prepared(options, listener, began, task, machine, budget, directory, launcher)
+            directory.write_run({**run, **prepared.facts()})
+            yield prepared
+        except (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+            if not str(error.filename or "").startswith(str(path)):
+                raise
+            raise RunDirectoryError(
+                f"{error.filename} is in the way ({error.strerror}); move it, and run the same command again"
+            ) from error
 
 
 def _check(options: Options) -> None:

@@ -17,6 +17,7 @@ from autofit import __version__
 from autofit.cli.options import EPILOG, OPTIONS, SCRIPT_EXAMPLE, SearchCommand
 from autofit.errors import AutofitError, Interrupted, UsageError, WorkloadError
 
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 PIPE_CLOSED = 141  # as a shell reports a program that SIGPIPE ended
 
 
@@ -42,7 +43,7 @@ def search_command(**given: Any) -> Callable[[], None]:
 
 def run(argv: Sequence[str]) -> int:
     """The exit code of `autofit ARGV`. Raises what is a bug of autofit."""
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = {number: signal.signal(number, _interrupt) for number in INTERRUPTS}
     try:
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
@@ -58,7 +59,8 @@ def run(argv: Sequence[str]) -> int:
     except OutputClosedError:
         return _abandon_output()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run_search(*, dry_run: bool, as_json: bool, quiet: bool, **options: Any) -> None:
@@ -154,6 +156,9 @@ def _printable(text: str, indent: str = "") -> list[str]:
 
 
 def _interrupt(*_: object) -> None:
+    """The first one stops; later ones would only stop the clearing up, which takes moments."""
+    for number in INTERRUPTS:
+        signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 

@@ -143,7 +143,7 @@ class Decision:
             write_files(folder, candidate, self._baseline, self._description, self._machine.device)
         except OSError as error:
             raise RunDirectoryError(
-                f"{folder} cannot be written ({error.strerror}); free some space and run the same command again, it resumes"
+                f"{folder} cannot be written ({error.strerror}); make room for it and run the same command again, it resumes"
             ) from error
 
     def _code_varies(self) -> bool:

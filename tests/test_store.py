@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -159,3 +160,10 @@ def test_the_same_task_and_budget_have_the_same_name_and_others_another():
     assert name == run_name(task, Budget(10**9, 5, text="1GB"), MACHINE)
     assert name != run_name(task, Budget(2 * 10**9, 10**9, text="2GB"), MACHINE)
     assert "/" not in name
+
+
+def test_a_run_directory_of_the_first_schema_stays_readable():
+    run, measurements = read_run(Path(__file__).parent / "data" / "schema-1")
+    assert run["command"] == "examples/text_classification.py"
+    assert [m.probe for m in measurements] == ["0001", "0002", "0003"]
+    assert all(m.outcome is Outcome.FITS and m.train_speed.per_second > 10 for m in measurements)

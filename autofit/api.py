@@ -284,7 +284,8 @@ def _prepared(options: Options, listener: Listener, began: float) -> Iterator[_P
     path = Path(options.out) if options.out is not None else RUNS_FOLDER / run_name(redact(task), budget, machine)
     shown = redact(task)
     earlier = earlier_budget(path, identity(shown, budget, machine))
-    if earlier is not None and earlier.device_bytes <= available_device_bytes(machine):
+    free = available_device_bytes(machine)
+    if earlier is not None and (free is None or earlier.device_bytes <= free):
         budget = earlier  # a default or clamped budget moves with what is free; what was measured does not
     run = {
         "identity": identity(shown, budget, machine),

@@ -2,7 +2,8 @@
 
 Pure: the child passes what it knows of its exception, the parent what it knows of the exit, and neither torch nor a
 device is touched. The exception's type is read before any message, since messages change between versions and turn up
-inside other messages. What is only likely is said to be (`Verdict.confirm`), and a second probe decides.
+inside other messages. What is only likely is said to be (`Verdict.confirm`); the second probe that would settle it
+is not made here.
 
 Not here: what is no death: a peak above the budget (a comparison), a loss that is not finite, missing gradients.
 """

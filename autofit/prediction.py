@@ -8,8 +8,6 @@ what this run has measured. Sizes that a model does not tell are taken from its 
 
 from autofit.records import Candidate, Description, Measurement
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 # Relative time of the same matrix products, from the tensor-core rates of Ampere and later; on the CPU from bf16 dot
 # products being twice as wide. Only the order matters, and measurements replace it.
 SPEED = {"cpu": {"fp32": 1.0, "bf16": 0.7}, "cuda": {"fp32": 1.0, "tf32": 0.55, "bf16": 0.4, "fp16": 0.42}}

@@ -179,3 +179,11 @@ def test_the_catalogs_models_need_no_network(monkeypatch):
 def test_usage_errors_name_an_exit_code_of_their_own():
     codes = [kind("x").exit_code for kind in (UsageError, WorkloadError, RunDirectoryError, DeviceError)]
     assert len(set(codes)) == 4
+
+
+def test_a_resumed_search_survives_a_driver_that_no_longer_tells_what_is_free(tmp_path, monkeypatch):
+    """The budget of the earlier run is kept; the refusal that follows is about the weights, not a traceback."""
+    options = {"model": "gpt2", "task": "causal-lm", "seq_len": 16, "budget": "100MB"}
+    assert "the weights alone take" in refused(tmp_path, **options)
+    monkeypatch.setattr("autofit.api.available_device_bytes", lambda machine: None)
+    assert "the weights alone take" in refused(tmp_path, **options)

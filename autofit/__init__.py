@@ -1,16 +1,16 @@
 """autofit: the fastest Hugging Face TrainingArguments that fit a memory budget, found by measuring.
 
-`autofit.search(...)` is the command `autofit search` as a function; `autofit.load(folder)` reads a finished run. Neither
-torch nor optuna is imported by importing this package.
+`autofit.search(...)` and `autofit.predict(...)` are the commands `autofit search` and `autofit predict` as functions;
+`autofit.load(folder)` reads a finished run. Neither torch nor optuna is imported by importing this package.
 """
 
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Result", "load", "search"]
+__all__ = ["Forecasts", "Result", "load", "predict", "search"]
 
 if TYPE_CHECKING:
-    from autofit.api import Result, load, search
+    from autofit.api import Forecasts, Result, load, predict, search
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""`search`, `plan` and `load`: what the command line and a notebook call.
+"""`search`, `plan`, `predict` and `load`: what the command line and a notebook call.
 
 A search goes through preflight, description, probes and confirmation, and leaves a run directory; see `study.driver` for the
-probes and `emission` for the files.
+probes and `emission` for the files. A prediction measures nothing and leaves nothing; see `forecast`.
 """
 
 import errno
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit import codec
 from autofit.errors import Interrupted, NothingFitsError, RunDirectoryError, UsageError
+from autofit.forecast import Forecast, Forecasts, predict
 from autofit.knobs import needs_code, parse_knob
 from autofit.launch import Launcher
 from autofit.machine import available_device_bytes, read_machine
@@ -25,11 +26,12 @@ from autofit.store import PROVISIONAL, RunDirectory, earlier_budget, identity, r
 from autofit.study import preflight
 from autofit.study.listener import Listener
 from autofit.units import parse_seconds
-from autofit.workloads.model_task import make_model_task
-from autofit.workloads.script_task import make_script_task, redact
+from autofit.workloads.script_task import redact
 
 if TYPE_CHECKING:
     import pandas
+
+__all__ = ["Forecast", "Forecasts", "Options", "Plan", "Result", "load", "plan", "predict", "search"]
 
 RUNS_FOLDER = Path("autofit-runs")
 LEAST_PROBES = 8  # the baseline, two alternatives, one evaluation, and the confirmation in two turns
@@ -279,7 +281,8 @@ def _prepared(options: Options, listener: Listener, began: float) -> Iterator[_P
     _check(options)
     machine = read_machine(options.device)
     facts: list[str] = []
-    task = _make_task(options, machine, facts)
+    arguments = preflight.read_arguments(options.args) if options.command is None else {}
+    task = preflight.make_task(options, arguments, machine.versions.get("transformers", ""), facts.append)
     budget = preflight.make_budget(options.budget, options.host_budget, options.headroom, machine, facts.append)
     path = Path(options.out) if options.out is not None else RUNS_FOLDER / run_name(redact(task), budget, machine)
     shown = redact(task)
@@ -332,41 +335,6 @@ def _check(options: Options) -> None:
         raise UsageError(f"--min-gain {options.min_gain} is no share; give one from 0 to 1, such as 0.01 for 1 %")
     if options.max_time is not None and parse_seconds(options.max_time) <= 0:
         raise UsageError(f"--max-time {options.max_time} leaves no time at all; give one such as 15m")
-
-
-def _make_task(options: Options, machine: Machine, facts: list[str]) -> Task:
-    if options.command is not None:
-        model_only = {
-            "--task": options.task,
-            "--seq-len": options.seq_len,
-            "--image-size": options.image_size,
-            "--effective-batch": options.effective_batch,
-            "--dtype": options.dtype,
-            "--lora": options.lora_rank,
-            "--args": options.args,
-            "--eval-rows": options.eval_rows,
-        }
-        used = ", ".join(name for name, value in model_only.items() if value is not None)
-        if used:
-            raise UsageError(f"{used} belongs to --model; with a script, set it in the script or in its own arguments")
-        script, notes = make_script_task(tuple(options.command))
-        facts += notes
-        return Task(script=script)
-    model, assumed = make_model_task(
-        options.model,
-        transformers_version=machine.versions.get("transformers", ""),
-        task=options.task,
-        seq_len=options.seq_len,
-        image_size=options.image_size,
-        effective_batch=options.effective_batch,
-        dtype=options.dtype,
-        lora_rank=options.lora_rank,
-        eval_rows=options.eval_rows,
-        base_args=preflight.read_arguments(options.args),
-    )
-    if assumed:
-        facts.append("assumed: " + "; ".join(assumed))
-    return Task(model=model)
 
 
 def _row(m: Measurement) -> dict[str, Any]:

@@ -166,6 +166,20 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class ShadowDevice:
+    """The device whose behaviour a shadow run is laid out to have."""
+
+    kind: str  # cuda or cpu
+    capability: tuple[int, int] | None = None  # CUDA's compute capability: decides the attention kernel and workspaces
+    scaler: bool = False  # fp16: its sizes are those of bf16, which is traced instead, and a gradient scaler
+
+    @property
+    def name(self) -> str:
+        """`cpu`, or `cuda-8.6`."""
+        return self.kind if self.capability is None else f"{self.kind}-{'.'.join(map(str, self.capability))}"
+
+
+@dataclass(frozen=True)
 class Request:
     """What the parent asks of one child. Written before the child starts, and kept beside its reply."""
 
@@ -181,6 +195,7 @@ class Request:
     budget_bytes: int | None = None  # None: not capped
     timed_eval_rows: int = 0  # rows of one timed evaluation, the same for every candidate; 0: evaluation is not timed
     requested_at: float = 0.0  # seconds since the epoch
+    shadow: ShadowDevice | None = None  # a shadow run of such a device instead of a probe
 
 
 @dataclass(frozen=True)
@@ -326,6 +341,46 @@ class Measurement:
     @property
     def eval_bytes(self) -> int | None:
         """Peak of evaluation: the projection to the whole set where there is one, never below what was measured."""
+        measured = _highest(self.phases, ("evaluate",))
+        if measured is None or self.growth is None:
+            return measured
+        return max(measured, self.growth.projected_process_bytes)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The figure that is compared with the budget."""
+        peaks = [p.process_bytes for p in self.phases if p.process_bytes is not None]
+        if self.growth is not None:
+            peaks.append(self.growth.projected_process_bytes)
+        return max(peaks, default=None)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a shadow run says of one candidate, as the journal keeps it. Nothing here was measured on a device."""
+
+    candidate: Candidate
+    device: str  # what was simulated: `cuda-8.6` or `cpu`
+    source: str  # `traced` at these very batch sizes, or `rewritten` from traces at others
+    phases: tuple[PhaseRecord, ...] = ()  # as a probe would measure them; `seconds` is 0
+    growth: EvaluationGrowth | None = None
+    step_seconds: float | None = None  # of one optimizer step: an estimate of which only the order counts
+    categories: dict[str, int] = field(default_factory=dict)  # bytes alive at the highest instant of training
+    modules: tuple[tuple[str, int], ...] = ()  # that hold most at that instant, the largest first
+    failure: Failure | None = None  # what could not be traced; there are no phases then
+    notes: tuple[str, ...] = ()
+
+    def phase(self, name: str) -> PhaseRecord | None:
+        return next((phase for phase in self.phases if phase.name == name), None)
+
+    @property
+    def train_bytes(self) -> int | None:
+        """Peak of training, as the budget counts it."""
+        return _highest(self.phases, ("train", "train-again"))
+
+    @property
+    def eval_bytes(self) -> int | None:
+        """Peak of evaluation, projected to the whole set; None where there is no evaluation."""
         measured = _highest(self.phases, ("evaluate",))
         if measured is None or self.growth is None:
             return measured

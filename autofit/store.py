@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from autofit import codec
 from autofit.errors import RunDirectoryError, UsageError
-from autofit.records import Budget, Machine, Measurement, Selection, Task, digest
+from autofit.records import Budget, Machine, Measurement, Prediction, Selection, Task, digest
 
 T = TypeVar("T")
 RUN_FILE, JOURNAL_FILE, LOCK_FILE, SELECTION_FILE = "run.json", "journal.jsonl", "lock", "selection.json"
@@ -40,6 +40,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.measurements: list[Measurement] = []
+        self.predictions: list[Prediction] = []
         self._lock: Any = None
         self._journal: Any = None
 
@@ -114,6 +115,8 @@ class RunDirectory:
                 measurement = codec.build(entry.get("record"), Measurement, f"{path} line {number}")
                 _check_speeds(measurement, f"{path} line {number}")
                 self.measurements.append(measurement)
+            elif entry.get("kind") == "prediction":
+                self.predictions.append(codec.build(entry.get("record"), Prediction, f"{path} line {number}"))
 
     # ---- writing ----
 
@@ -121,6 +124,11 @@ class RunDirectory:
         """Append a measurement and sync it. Raises RunDirectoryError when the disk takes no more."""
         self._append("measurement", measurement)
         self.measurements.append(measurement)
+
+    def record_prediction(self, prediction: Prediction) -> None:
+        """Append a prediction and sync it. Raises RunDirectoryError when the disk takes no more."""
+        self._append("prediction", prediction)
+        self.predictions.append(prediction)
 
     def write_selection(self, selection: Selection) -> None:
         """Keep the answer; what was provisional goes."""

@@ -31,6 +31,29 @@ DATA_SHEETS = {
     "h200": (141, (9, 0)),
 }
 
+# CUDA cores, boost clock in MHz, memory bus in bits and Gbit/s per pin: specifications of the chips, from which rates
+# follow (a core does two operations per clock). V100, A100 and H100 as SXM boards.
+CHIPS = {
+    "t4": (2560, 1590, 256, 10),
+    "v100-16": (5120, 1530, 4096, 1.755),
+    "v100-32": (5120, 1530, 4096, 1.755),
+    "rtx-2080-ti": (4352, 1545, 352, 14),
+    "rtx-3060": (3584, 1777, 192, 15),
+    "rtx-3080": (8704, 1710, 320, 19),
+    "rtx-3090": (10496, 1695, 384, 19.5),
+    "rtx-4070-ti": (7680, 2610, 192, 21),
+    "rtx-4090": (16384, 2520, 384, 21),
+    "rtx-5090": (21760, 2407, 512, 28),
+    "a10g": (10240, 1710, 384, 12.5),
+    "l4": (7424, 2040, 192, 12.5),
+    "l40s": (18176, 2520, 384, 18),
+    "rtx-a6000": (10752, 1800, 384, 16),
+    "a100-40": (6912, 1410, 5120, 2.43),
+    "a100-80": (6912, 1410, 5120, 3.186),
+    "h100-80": (16896, 1980, 5120, 5.23),
+    "h200": (16896, 1980, 6144, 6.25),
+}
+
 # What the hub's files hold and no attribute of the configuration class stands for: read by the model through
 # getattr, folded into other attributes, or left over from former versions of transformers.
 NOT_ATTRIBUTES = {
@@ -131,6 +154,50 @@ def test_a_gpu_can_use_between_88_and_100_percent_of_its_memory(name, nominal_gi
     assert gpu.capability == capability
     # From the smallest card's context to twice the largest that was seen with lazily loaded kernels.
     assert gpu.context_bytes is None or 100 * 2**20 <= gpu.context_bytes <= 2**30
+
+
+@pytest.mark.parametrize(("name", "facts"), CHIPS.items())
+def test_the_rates_of_a_gpu_follow_from_its_cores_and_clocks(name, facts):
+    cores, boost_mhz, bus_bits, pin_gbps = facts
+    gpu = catalog.find_gpu(name)
+    assert gpu.fp32_flops == pytest.approx(2 * cores * boost_mhz * 1e6, rel=0.015)
+    assert gpu.bandwidth_bytes == pytest.approx(bus_bits / 8 * pin_gbps * 1e9, rel=0.005)
+
+
+def test_every_gpu_has_cores_and_clocks():
+    assert sorted(CHIPS) == sorted(catalog.gpu_names())
+
+
+@pytest.mark.parametrize("name", catalog.gpu_names())
+def test_a_shorter_number_is_never_slower(name):
+    gpu = catalog.find_gpu(name)
+    assert gpu.half_flops > 1.99 * gpu.fp32_flops
+    if gpu.tf32_flops is not None:
+        # Tensor cores take two 16-bit numbers for one of tf32, in every generation; sheets round.
+        assert gpu.half_flops == pytest.approx(2 * gpu.tf32_flops, rel=0.015)
+        assert gpu.tf32_flops >= gpu.fp32_flops
+
+
+@pytest.mark.parametrize("name", catalog.gpu_names())
+def test_tf32_and_bf16_come_with_capability_8(name):
+    gpu = catalog.find_gpu(name)
+    assert gpu.native_bf16 == (gpu.tf32_flops is not None) == (gpu.capability[0] >= 8)
+
+
+@pytest.mark.parametrize("name", catalog.gpu_names())
+def test_a_geforce_card_halves_the_rate_where_sums_are_kept_in_fp32(name):
+    gpu = catalog.find_gpu(name)
+    ratio = gpu.half_flops / gpu.fp32_flops
+    # Ampere and newer: 2 on GeForce and on the A10G, 4 on professional cards of the same chips, more in data centres.
+    halved = (name.startswith("rtx-") and name != "rtx-a6000") or name == "a10g"
+    assert ratio == pytest.approx(4 if name == "rtx-2080-ti" else 2, rel=0.01) if halved else ratio > 3.9
+
+
+@pytest.mark.parametrize("name", catalog.gpu_names())
+def test_every_figure_of_a_gpu_names_its_source(name):
+    gpu = catalog.find_gpu(name)
+    assert gpu.source
+    assert "NVIDIA" in gpu.rates_source
 
 
 @pytest.mark.parametrize("name", catalog.gpu_names())

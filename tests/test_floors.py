@@ -24,6 +24,7 @@ FLOORS = [
     {"launch"},
     {"prediction", "emission"},
     {"study"},
+    {"forecast"},
     {"report"},
     {"api"},
     {"cli", "__main__"},

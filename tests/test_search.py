@@ -33,7 +33,13 @@ class MadeUpLauncher:
     def __init__(self, landscape: Landscape, twist=lambda request, reply: reply) -> None:
         self.landscape, self.twist, self.requests = landscape, twist, []
 
+    def warm(self, modules) -> None:
+        pass
+
     def probe(self, request, *, how, **_) -> Ended:
+        if request.shadow is not None:
+            failure = Failure("train", None, "CannotShadowError", "a landscape has no operators")
+            return Ended(Reply(Outcome.CRASHED, failure=failure), 1.0, 10**8, how)
         self.requests.append((request, how))
         arguments, kwargs, logits = dict(request.arguments), dict(request.model_kwargs), request.logits
         if request.files:

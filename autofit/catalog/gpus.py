@@ -1,8 +1,12 @@
-"""Memory of GPUs by name, so that a budget can be written `rtx-3090`, also on a machine that has none.
+"""Memory and speed of GPUs by name, so that a budget can be written `rtx-3090`, also on a machine that has none.
 
 Usable memory is what torch and the driver report as the card's total, which is less than what the card is sold with
 and differs between drivers by up to 1 %: the lowest figure that is commonly reported. Messages print hundredths of a
 GiB, so figures that come from them are true to 5 MiB.
+
+Rates are the peaks of NVIDIA's data sheets and architecture whitepapers at boost clock, dense, that is without
+structured sparsity, which doubles what many sheets print. Where a name stands for several boards (SXM and PCIe) they
+are the faster one's. No kernel reaches them: what a step takes is estimated elsewhere.
 """
 
 import json
@@ -29,6 +33,16 @@ class Gpu:
     capability: tuple[int, int]  # CUDA's compute capability
     context_bytes: int | None  # most that one training process held outside torch's allocator; None when unknown
     source: str
+    fp32_flops: float  # floating-point operations per second of its CUDA cores
+    tf32_flops: float | None  # of its tensor cores on fp32 rounded to tf32; None before capability 8.0
+    half_flops: float  # of its tensor cores on fp16, sums kept in fp32 as torch does: half the sheet's on GeForce cards
+    bandwidth_bytes: float  # per second, of its own memory
+    rates_source: str
+
+    @property
+    def native_bf16(self) -> bool:
+        """Whether tensor cores take bf16, at `half_flops`; older cards emulate it, slower than fp32."""
+        return self.capability >= (8, 0)
 
 
 def find_gpu(name: str) -> Gpu | None:
@@ -49,7 +63,7 @@ def parse_budget(text: str) -> int:
     gpu = find_gpu(text)
     if gpu is not None:
         return gpu.usable_bytes
-    near = _near(text)
+    near = near_gpus(text)
     if looks_like_size(text):
         try:
             return parse_bytes(text)
@@ -61,7 +75,7 @@ def parse_budget(text: str) -> int:
     raise UsageError(f"{text!r} is neither a size such as 24GB or 24GiB nor a card that autofit knows; {way_out}")
 
 
-def _near(text: str) -> list[str]:
+def near_gpus(text: str) -> list[str]:
     """Up to three names that `text` may have meant: cut short (`3090`, `a100`) or misspelt."""
     key = _key(text)
     by_key = _gpus_by_key()

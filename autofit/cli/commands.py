@@ -14,7 +14,16 @@ from typing import Any, TextIO
 import click
 
 from autofit import __version__
-from autofit.cli.options import EPILOG, OPTIONS, SCRIPT_EXAMPLE, SearchCommand
+from autofit.cli.options import (
+    EPILOG,
+    OPTIONS,
+    PREDICT_EPILOG,
+    PREDICT_EXAMPLE,
+    PREDICT_OPTIONS,
+    SCRIPT_EXAMPLE,
+    PredictCommand,
+    WorkloadCommand,
+)
 from autofit.errors import AutofitError, Interrupted, UsageError, WorkloadError
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
@@ -31,7 +40,7 @@ def autofit() -> None:
     """The fastest Hugging Face TrainingArguments that fit a memory budget, found by measuring."""
 
 
-@autofit.command("search", cls=SearchCommand, params=OPTIONS, epilog=EPILOG)
+@autofit.command("search", cls=WorkloadCommand, params=OPTIONS, epilog=EPILOG)
 def search_command(**given: Any) -> Callable[[], None]:
     """Find the fastest settings that fit, for a model that autofit trains by itself (--model) or for your own script
     (after --), which runs unchanged. Every candidate is measured in a process of its own.
@@ -39,6 +48,14 @@ def search_command(**given: Any) -> Callable[[], None]:
     The same command again resumes. Ctrl-C stops and keeps what was measured.
     """
     return lambda: run_search(**given)
+
+
+@autofit.command("predict", cls=PredictCommand, params=PREDICT_OPTIONS, epilog=PREDICT_EPILOG)
+def predict_command(**given: Any) -> Callable[[], None]:
+    """Predict what training takes on a card that need not be here, for a model (--model) or for your own script (after --):
+    peak memory by phase, whether it fits, what holds most, the largest batch, the best settings for each card.
+    """
+    return lambda: run_predict(**given)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -70,13 +87,7 @@ def run_search(*, dry_run: bool, as_json: bool, quiet: bool, **options: Any) -> 
     from autofit.report.labels import in_unit
     from autofit.units import unit_of
 
-    if options["model"] is None and options["command"] is None:
-        raise UsageError(
-            "nothing to search for; name a model (autofit search --model bert-base-uncased --budget 24GB) "
-            f"or give your own command after -- ({SCRIPT_EXAMPLE})"
-        )
-    if options["model"] is not None and options["command"] is not None:
-        raise UsageError("--model and a command after -- exclude each other; leave one of them out")
+    _check_workload(options, "search for", "autofit search --model bert-base-uncased --budget 24GB", SCRIPT_EXAMPLE)
     console = terminal.make_console(_Output(sys.stdout))
     progress = terminal.make_console(_Output(sys.stderr)) if as_json else console
     listener = None if quiet else terminal.TerminalListener(progress)
@@ -95,6 +106,77 @@ def run_search(*, dry_run: bool, as_json: bool, quiet: bool, **options: Any) -> 
         tables.draw_plan(found, console)
     else:
         tables.draw_result(found, console)
+
+
+def run_predict(*, as_json: bool, quiet: bool, plot: str | None, **options: Any) -> None:
+    """Predict and print the answer. With `as_json` stdout gets one JSON object and nothing else."""
+    from autofit import api
+    from autofit.report import forecasts, terminal
+    from autofit.report.labels import in_unit
+    from autofit.units import looks_like_size, unit_of
+
+    _check_workload(options, "predict", "autofit predict --model bert-base-uncased --gpu rtx-3090", PREDICT_EXAMPLE)
+    if plot is not None:
+        _check_plot(plot, options)
+    unit = unit_of(options["budget"]) if options["budget"] and looks_like_size(options["budget"]) else "GiB"
+    console = terminal.make_console(_Output(sys.stdout))
+    progress = terminal.make_console(_Output(sys.stderr)) if as_json else console
+
+    def say(text: str) -> None:
+        if not quiet:
+            terminal.print_folded(progress, f"- {in_unit(text, unit)}")
+
+    try:
+        found = api.predict(say=say, **options)
+    except WorkloadError as error:
+        raise WorkloadError(in_unit(error, unit), error.log) from error
+    except KeyboardInterrupt:
+        raise Interrupted("stopped; nothing was predicted") from None
+    if plot is not None:
+        _write_plot(plot, found, unit)
+    if as_json:
+        console.file.write(_forecasts_json(found))
+        console.file.flush()
+        return
+    forecasts.draw_forecasts(found, unit, console)
+    if plot is not None:
+        terminal.print_line(console, "")
+        terminal.print_folded(console, f"memory over the steps is drawn in {_printable(plot)[0]}")
+
+
+def _check_workload(options: dict[str, Any], what: str, model_example: str, script_example: str) -> None:
+    """Exactly one of `--model` and a command. Raises UsageError."""
+    if options["model"] is None and options["command"] is None:
+        raise UsageError(
+            f"nothing to {what}; name a model ({model_example}) or give your own command after -- ({script_example})"
+        )
+    if options["model"] is not None and options["command"] is not None:
+        raise UsageError("--model and a command after -- exclude each other; leave one of them out")
+
+
+def _check_plot(plot: str, options: dict[str, Any]) -> None:
+    """Refuse what could not be drawn or written, before anything runs. Raises UsageError."""
+    from pathlib import Path
+
+    if options["max_batch"] or options["gpu"] == "all":
+        raise UsageError("--plot draws one prediction; leave out --max-batch, and name one card with --gpu")
+    folder = Path(plot).parent
+    if not plot.strip() or Path(plot).is_dir():
+        raise UsageError(f"--plot {plot!r} is no file; give one such as --plot memory.html")
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(f"--plot {plot}: {folder} is no folder that can be written; give another file")
+
+
+def _write_plot(plot: str, found: Any, unit: str) -> None:
+    from pathlib import Path
+
+    from autofit.report.memory_plot import draw_memory
+    from autofit.store import write_atomically
+
+    try:
+        write_atomically(Path(plot), draw_memory(found, unit).encode("utf-8", "replace"))
+    except OSError as error:
+        raise UsageError(f"--plot {plot} cannot be written ({error.strerror}); give another file") from error
 
 
 def _parse(argv: list[str]) -> Any:
@@ -133,6 +215,34 @@ def _plan_json(plan: Any) -> str:
         }
         for step in plan.candidates
     ]
+    return codec.encode(value).decode() + "\n"
+
+
+def _forecasts_json(found: Any) -> str:
+    from autofit import codec
+
+    value = {
+        "kind": found.kind,
+        "measured": False,
+        "task": codec.to_json_value(found.task),
+        "description": codec.to_json_value(found.description),
+        "notes": list(found.notes),
+        "failed": found.failed,
+        "forecasts": [
+            {
+                "gpu": row.target.name,
+                "label": row.label,
+                "calibrated": False,
+                "budget_bytes": row.budget_bytes,
+                "context_bytes": row.target.context_bytes,
+                "values": row.candidate.values,
+                "peak_bytes": row.prediction.peak_bytes,
+                "estimated_rows_per_second": row.rows_per_second,
+                **{name: codec.to_json_value(getattr(row, name)) for name in ("verdict", "prediction", "verified")},
+            }
+            for row in found.rows
+        ],
+    }
     return codec.encode(value).decode() + "\n"
 
 

@@ -1,8 +1,10 @@
-"""The options of `autofit search`, grouped as its help shows them, and how a command line is split.
+"""The options of `autofit search` and `autofit predict`, grouped as their help shows them, and how a command line is split.
 
-Every option is a field of `api.Options` with the same default, save for those that say what to print.
+Every option is a field of `api.Options` or `forecast.PredictOptions` with the same default, save for those that say what
+to print.
 """
 
+import copy
 from typing import Any
 
 import click
@@ -10,6 +12,7 @@ import click
 from autofit.errors import UsageError
 
 SCRIPT_EXAMPLE = "autofit search --budget 24GB -- python train.py"
+PREDICT_EXAMPLE = "autofit predict --gpu rtx-3090 -- python train.py"
 EPILOG = """\b
 Examples:
   autofit search --model bert-base-uncased --effective-batch 32 --budget 24GB
@@ -25,9 +28,22 @@ Knobs (phase in which they matter: training, then evaluation):
   per_device_eval_batch_size  eval_accumulation_steps  logits
 """
 
+PREDICT_EPILOG = """\b
+Examples:
+  autofit predict --model bert-base-uncased --gpu rtx-3090 --batch 32 --precision bf16
+  autofit predict --model gpt2 --gpu t4 --max-batch
+  autofit predict --model gpt2 --gpu all --effective-batch 64
+  autofit predict --model gpt2 --gpu l4 --lora r=16 --checkpointing --plot memory.html
+  autofit predict --gpu rtx-3090 -- python train.py --output_dir out
+
+\b
+Nothing is measured and no GPU is used: the real Trainer runs on tensors that own no memory. autofit search measures.
+"""
+
 GROUPS = {
     "what": "What is trained",
     "model": "With --model only",
+    "settings": "Settings to predict for (default of each: the model's or the script's own)",
     "memory": "Memory",
     "search": "The search",
     "output": "Output",
@@ -40,8 +56,10 @@ class GroupedOption(click.Option):
         self.group = group
 
 
-class SearchCommand(click.Command):
+class WorkloadCommand(click.Command):
     """Everything after `--` is the user's command and is never parsed."""
+
+    example = SCRIPT_EXAMPLE  # of a line with the user's command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own, command = list(args), None
@@ -49,19 +67,19 @@ class SearchCommand(click.Command):
             at = own.index("--")
             own, command = own[:at], tuple(own[at + 1 :])
             if not command:
-                raise UsageError(f"nothing stands after --; give your own command there: {SCRIPT_EXAMPLE}")
+                raise UsageError(f"nothing stands after --; give your own command there: {self.example}")
         looks_like_command = any(word.endswith(".py") and not word.startswith("-") for word in own)
         try:
             _, loose, _ = self.make_parser(ctx).parse_args(list(own))
         except click.NoSuchOption as error:
             if looks_like_command:
                 raise UsageError(
-                    f"{error.option_name} is no option of autofit; put -- before your own command: {SCRIPT_EXAMPLE}"
+                    f"{error.option_name} is no option of autofit; put -- before your own command: {self.example}"
                 ) from error
             raise
         if loose:
             raise UsageError(
-                f"{loose[0]!r} is no option; name a model with --model, or put -- before your own command: {SCRIPT_EXAMPLE}"
+                f"{loose[0]!r} is no option; name a model with --model, or put -- before your own command: {self.example}"
             )
         rest = super().parse_args(ctx, own)
         ctx.params["command"] = command
@@ -73,8 +91,14 @@ class SearchCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for group, title in GROUPS.items():
             options = [p for p in self.get_params(ctx) if getattr(p, "group", "output") == group]
-            with formatter.section(title):
-                formatter.write_dl([record for p in options if (record := p.get_help_record(ctx)) is not None])
+            records = [record for p in options if (record := p.get_help_record(ctx)) is not None]
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+class PredictCommand(WorkloadCommand):
+    example = PREDICT_EXAMPLE
 
 
 def parse_lora(ctx: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
@@ -89,6 +113,17 @@ def parse_lora(ctx: click.Context, parameter: click.Parameter, text: str | None)
 
 def _option(*names: str, group: str, help: str, **settings: Any) -> GroupedOption:
     return GroupedOption(*names, group=group, help=help, **settings)
+
+
+def _shared(*names: str, **changes: Any) -> list[click.Parameter]:
+    """Options of a search, as they are there but for `changes`."""
+    found = []
+    for name in names:
+        option = copy.copy(next(option for option in OPTIONS if name in option.opts))
+        for attribute, value in changes.items():
+            setattr(option, attribute, value)
+        found.append(option)
+    return found
 
 
 # fmt: off
@@ -108,8 +143,8 @@ OPTIONS: list[click.Parameter] = [
             "from_pretrained gives."),
     _option("--lora", "lora_rank", group="model", metavar="r=RANK", callback=parse_lora, help="Train LoRA adapters of this "
             "rank (needs PEFT). Default: all weights are trained."),
-    _option("--args", group="model", metavar="FILE", help="Your own TrainingArguments fields as a JSON file: what a gain "
-            "is told against. Default: those of the installed transformers."),
+    _option("--args", group="model", metavar="FILE", help="Your own TrainingArguments fields as a JSON file: where a search "
+            "starts and what it is told against. Default: those of the installed transformers."),
     _option("--eval-rows", group="model", type=int, metavar="ROWS", help="Rows of your evaluation set, to which its "
             "memory is projected. Default: 1000."),
     _option("--budget", group="memory", metavar="SIZE", help="What the training process may hold on the device: 24GB, "
@@ -138,5 +173,29 @@ OPTIONS: list[click.Parameter] = [
     _option("--json", "as_json", group="output", is_flag=True, help="Print one JSON object on stdout, and progress on "
             "stderr."),
     _option("--quiet", "-q", "quiet", group="output", is_flag=True, help="Print no progress lines."),
+]
+
+PREDICT_OPTIONS: list[click.Parameter] = [
+    *_shared("--model"),
+    _option("--gpu", group="what", metavar="NAME", help="The card to predict for: rtx-3090, t4, a100-40gb, …; all for "
+            "every card that autofit knows; cpu. Default: the GPU of this machine."),
+    *_shared("--task", "--seq-len", "--image-size", "--effective-batch", "--dtype", "--lora", "--args", "--eval-rows"),
+    _option("--batch", group="settings", type=int, metavar="ROWS", help="Per-device train batch."),
+    _option("--accumulation", group="settings", type=int, metavar="N", help="Batches per optimizer step."),
+    _option("--eval-batch", group="settings", type=int, metavar="ROWS", help="Per-device evaluation batch."),
+    _option("--precision", group="settings", metavar="NAME", help="fp32, tf32, bf16 or fp16."),
+    _option("--checkpointing/--no-checkpointing", group="settings", default=None, help="Recompute activations, or keep "
+            "them."),
+    _option("--optim", group="settings", metavar="NAME", help="As TrainingArguments spells it: adamw_torch_fused, "
+            "adafactor, adamw_bnb_8bit, …"),
+    _option("--attention", group="settings", metavar="NAME", help="sdpa, eager, …: what the model can use."),
+    _shared("--budget", help="What the training process may hold on the card: 20GB, 20GiB. Default: all that the card "
+            "gives one process.")[0],
+    _option("--max-batch", group="output", is_flag=True, help="A table of the largest batch for each precision, "
+            "checkpointing and optimizer."),
+    _option("--verify", group="output", is_flag=True, help="Predict a second time, by a shadow run at these very batch "
+            "sizes, and show the difference."),
+    _option("--plot", group="output", metavar="FILE.html", help="Draw memory over the steps, by category, into this file."),
+    *_shared("--json", "--quiet"),
 ]
 # fmt: on

@@ -355,7 +355,7 @@ def tensor_bytes(tensors: Iterator[Any]) -> int:
     seen: dict[int, int] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
+        seen[storage._cdata] = storage.nbytes()  # not its address: fake tensors have none
     return sum(seen.values())
 
 

@@ -41,7 +41,7 @@ class AccumulationLog:
 
     def _count(self, output: str, tensors: Any) -> None:
         rows = size = host_size = 0
-        for tensor in _tensors(tensors):
+        for tensor in tensors_in(tensors):
             rows = max(rows, tensor.shape[0] if tensor.dim() else 1)
             size += tensor.numel() * tensor.element_size()
             host_size += tensor.numel() * (4 if str(tensor.dtype) == "torch.bfloat16" else tensor.element_size())
@@ -99,12 +99,13 @@ def project(
     )
 
 
-def _tensors(value: Any) -> Iterator[Any]:
+def tensors_in(value: Any) -> Iterator[Any]:
+    """Every tensor of nested dicts, lists and tuples."""
     if hasattr(value, "element_size"):
         yield value
     elif hasattr(value, "values"):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)

@@ -34,6 +34,9 @@ FIRST_IMPORTS = (
     "autofit.harness.worker",
 )
 
+# And before the first fork that is a shadow run: fake tensors bring torch._dynamo with them.
+SHADOW_IMPORTS = ("torch._dynamo", "autofit.harness.shadow.shadow_phases", "autofit.workloads.builtin")
+
 
 class Server:
     def __init__(self, connection: socket.socket) -> None:

@@ -28,6 +28,7 @@ from autofit.machine import run_delay_seconds
 from autofit.records import Failure, Outcome, Reply, Request
 from autofit.trainer_args import check_single_process, installed_name, probe_overrides
 
+TRACE_FILE = "trace.npz"  # what a shadow run leaves beside its reply
 OUTPUT_FOLDER = "output"  # in the probe's folder, in place of the user's output_dir; gone when the probe has ended
 
 
@@ -106,7 +107,7 @@ class Harness:
             overrides |= probe_overrides(
                 self._output, {**self._user_resolved, **overrides}, fields, phases.PLANNED_STEPS
             )
-            if self._request.device == "cpu":
+            if self._request.device == "cpu" or self._request.shadow is not None:
                 overrides[installed_name("use_cpu", fields)] = True
             for name in ("metric_for_best_model", "greater_is_better"):
                 # Derived from `load_best_model_at_end`, which a probe turns off; early stopping insists on them.
@@ -134,15 +135,11 @@ class Harness:
             if self._request.schedule.describe_only:
                 self._finish(Reply(Outcome.FITS, description=self._describe(trainer)))
             delay_before = run_delay_seconds()
-            from autofit.harness.phases import Phases
-
             self._check_applied(trainer)
             self._apply_to_model(trainer)
             self._apply_logits(trainer)
             self._recorder.at("load")
-            self._phases = Phases(
-                trainer, self._request.schedule, self._meter, self._recorder, self._request.timed_eval_rows
-            )
+            self._phases = self._make_phases(trainer)
             if trainer.args.n_gpu > 1:
                 raise RuntimeError("dataparallel_detected: the probe sees several GPUs; autofit shows it one")
             self._phases.attach()  # reads rows, which is no memory of the training
@@ -153,6 +150,16 @@ class Harness:
             self._finish(self._reply(Outcome.FITS, trainer=trainer, delay_seconds=delay))
         except BaseException as error:  # noqa: BLE001 - a failed probe is data, and the script must not catch it
             self.fail(error, trainer)
+
+    def _make_phases(self, trainer: Any) -> Any:
+        asked = (trainer, self._request.schedule, self._meter, self._recorder, self._request.timed_eval_rows)
+        if self._request.shadow is not None:
+            from autofit.harness.shadow.shadow_phases import ShadowPhases
+
+            return ShadowPhases(*asked, trace_file=str(Path(self._request.folder) / TRACE_FILE))
+        from autofit.harness.phases import Phases
+
+        return Phases(*asked)
 
     def _check_applied(self, trainer: Any) -> None:
         """Refuse to measure where the script undoes the candidate by itself. Raises InvalidProbe."""
@@ -204,7 +211,8 @@ class Harness:
         if reduction is not None:
             from autofit.harness.metrics_check import check_same_metrics
 
-            check_same_metrics(trainer, reduction)
+            if self._request.shadow is None:
+                check_same_metrics(trainer, reduction)
             trainer.preprocess_logits_for_metrics = reduction
 
     def _describe(self, trainer: Any) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from autofit import codec
-from autofit.harness.device_meter import make_meter
+from autofit.harness.device_meter import DeviceMeter, make_meter
 from autofit.harness.recorder import Recorder
 from autofit.harness.trainer_hooks import Harness
 from autofit.records import Failure, Outcome, Reply, Request, ScriptTask
@@ -31,7 +31,7 @@ def run(folder: str) -> NoReturn:
     request = codec.decode(path.read_bytes(), Request, path)
     recorder = Recorder(folder, request.requested_at)
     recorder.at("start")
-    harness = Harness(request, make_meter(request.device), recorder)
+    harness = Harness(request, _make_meter(request), recorder)
     harness.install()
     try:
         recorder.at("load")
@@ -49,6 +49,17 @@ def run(folder: str) -> NoReturn:
     except BaseException as error:  # noqa: BLE001 - reported as the workload's own failure
         harness.fail(error)
     _ended(harness, recorder, "the script ended without calling Trainer.train()", "")
+
+
+def _make_meter(request: Request) -> DeviceMeter:
+    if request.shadow is None:
+        return make_meter(request.device)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a shadow run may share the machine with a probe, never its device
+    from autofit.harness.shadow.meter import ShadowMeter
+
+    meter = ShadowMeter(request.shadow)
+    meter.install()
+    return meter
 
 
 def _run_workload(request: Request) -> None:

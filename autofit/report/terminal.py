@@ -59,7 +59,7 @@ class TerminalListener(Listener):
             f"{name} {machine.versions[name]}" for name in ("torch", "transformers") if name in machine.versions
         ]
         size = format_bytes(machine.device_bytes, budget.unit)
-        facts = [("autofit", [__version__]), ("task", _task_parts(task))]
+        facts = [("autofit", [__version__]), ("task", task_parts(task))]
         facts.append(("machine", [machine.device_name, f"{machine.device}, {size}", *versions]))
         facts.append(("budget", _budget_parts(budget, machine)))
         facts.append(("folder", [folder, *([f"{resumed} measurements found there, resuming"] if resumed else [])]))
@@ -159,7 +159,7 @@ def probe_parts(m: Measurement, best: Measurement | None, baseline: Candidate | 
     return parts
 
 
-def _task_parts(task: Task) -> list[str]:
+def task_parts(task: Task) -> list[str]:
     if task.script is not None:
         return [" ".join(task.script.command)]
     model = task.model

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from autofit.emission import write_files
 from autofit.errors import RunDirectoryError, WorkloadError
+from autofit.harness.server import FIRST_IMPORTS, SHADOW_IMPORTS
 from autofit.knobs import KNOBS, Space, needs_code
 from autofit.launch import Ended, Launcher
-from autofit.prediction import Predictor
+from autofit.prediction import Predictor, ShadowRuns, make_target
 from autofit.records import (
     Budget,
     Candidate,
@@ -46,6 +47,7 @@ from autofit.study.mirror import Mirror
 from autofit.study.planner import EvaluatePlan, TrainPlan
 from autofit.trainer_args import arguments_of
 
+SHADOW_SECONDS, SHADOW_SHARE = 30.0, 0.25  # for shadow runs: that long in any case, and a share of the time of probes
 DELAY_SHARE = 0.05  # of wall time that threads waited for a processor; above it a timed window is contaminated
 MOST_REPEATS = 2  # of disturbed probes in one search: on a machine that is never quiet the answer must come anyway
 FIRST_LIMIT_SECONDS = 1800.0  # until a probe has run: nothing is known
@@ -97,7 +99,11 @@ class Search:
         self._description, self.space = description, space
         self._directory, self._launcher, self._limits, self._listener = directory, launcher, limits, listener
         self._began = began
-        self._predictor = Predictor(description, machine.device)
+        self._shadows = ShadowRuns(
+            task, description, make_target(machine=machine), launcher, directory.path / "shadows", machine.versions
+        )
+        self._predictor = Predictor(description, machine.device, self._shadows)
+        self._shadow_seconds, self._untraceable = 0.0, False
         self._mirror = Mirror(directory.path / "study.db", space, self.history(), budget, listener.said)
         self._repeats = 0
         self._said_limit = False
@@ -171,8 +177,36 @@ class Search:
                 break
             if step.purpose != "baseline" and self._stopped(also_kept=1 if self._description.eval_rows else 0):
                 break
+            # A script's own preparation may take minutes, so that its first probe comes before its first shadow run.
+            may_trace = step.purpose != "baseline" or self._task.script is None
+            if may_trace and (self._trace(self.space.baseline) or self._trace(step.candidate)):
+                continue  # what is known now may speak for another candidate
             timed = step.purpose == "baseline"
             self.measure(step.candidate, step.purpose, step.why, evaluate=timed)
+
+    def _trace(self, candidate: Candidate) -> bool:
+        """Make the shadow runs of a structure that has none. Returns whether there are new ones.
+
+        They never run beside a probe. Where probes are short they are not worth their time, so they may take a share of
+        what probes have taken so far.
+        """
+        if self._untraceable or self._shadows.is_known(candidate) or self._shadows.has_failed(candidate):
+            return False
+        allowed = SHADOW_SECONDS + SHADOW_SHARE * sum(m.seconds for m in self.history())
+        if self._shadow_seconds > allowed:
+            return False
+        if self._description.forkable:
+            self._launcher.warm((*FIRST_IMPORTS, *SHADOW_IMPORTS))
+        began = time.monotonic()
+        prediction = self._shadows.predict(candidate)
+        self._shadow_seconds += time.monotonic() - began
+        if prediction.failure is not None and candidate == self.space.baseline:
+            self._untraceable = True
+            self.say(
+                f"no shadow runs: {prediction.failure.phase} cannot be traced ({prediction.failure.kind}: "
+                f"{prediction.failure.message}); estimates are by formula"
+            )
+        return prediction.failure is None
 
     def run_evaluate(self, chosen: Candidate, in_code: bool) -> Candidate | None:
         """Probe evaluation candidates on top of `chosen`. Returns the best that fits; None when none does."""
@@ -346,6 +380,7 @@ class Search:
             expected=arguments,
         )
         measurement = measurement_of(ended, request, candidate, purpose, self._budget, self._machine)
+        self._keep_prediction(candidate)
         if measurement.failure is not None and any(sign in measurement.failure.message for sign in DISK_FULL):
             raise RunDirectoryError(
                 f"probe {folder.name} could not write ({measurement.failure.message}); free some space and run the same "
@@ -357,6 +392,14 @@ class Search:
         self._keep_provisional(measurement)
         self._listener.probe_ended(measurement, self._best_so_far())
         return measurement
+
+    def _keep_prediction(self, candidate: Candidate) -> None:
+        """What was predicted of a candidate goes to the journal beside what is measured of it."""
+        if any(p.candidate == candidate for p in self._directory.predictions):
+            return
+        prediction = self._predictor.prediction(candidate)
+        if prediction is not None:
+            self._directory.record_prediction(prediction)
 
     def _time_limit(self) -> float:
         longest = max((m.seconds for m in self.history() if m.ran), default=None)

@@ -16,7 +16,7 @@ from autofit.selection import fits_training
 
 MEMORY = (Outcome.DEVICE_OOM, Outcome.HOST_OOM, Outcome.OVER_BUDGET)
 EVALUATION_PHASES = ("evaluate", "metrics")
-WIDE = 1.25  # an estimate this far above the budget is not tried: the formula's error once scaled is well below
+OTHER_STRUCTURE = 1.05  # above one that ran out, by prediction: peaks of two structures compare within their errors
 WORTH_CLIMBING = 0.97  # a structure this near to the best is followed to larger batches
 EVAL_GAIN = 1.03  # evaluation batches grow until two doublings gain less
 MOST_RESCUES = 8  # probes spent on finding anything that fits
@@ -97,21 +97,25 @@ class TrainPlan:
     def _ruled_out(self, candidate: Candidate) -> str | None:
         """Why it is not worth a probe; None when it is.
 
-        An out-of-memory rules out what is estimated to need no less with everything but the batch equal: under a held
-        effective batch a smaller batch accumulates, which keeps one more copy of the gradients, so it can need more.
+        An out-of-memory rules out what is predicted to need no less. Where only the formula knows, everything but the batch
+        has to be equal, and the batch no smaller: under a held effective batch a smaller batch accumulates, which keeps
+        one more copy of the gradients, so it can need more.
         """
         known_bad = refusal(candidate, self._description)
         if known_bad:
             return known_bad
         needed = self._predictor.train_bytes(candidate)
+        traced = self._predictor.prediction(candidate) is not None
         for m in self._by_key.values():
-            if self._out_of_memory(m) and structure(m.candidate) == structure(candidate):
-                floor = self._predictor.train_bytes(m.candidate)
-                if needed >= floor and int(candidate["per_device_train_batch_size"]) >= int(
-                    m.candidate["per_device_train_batch_size"]
-                ):
-                    return f"probe {m.probe} ran out of memory with less"
-        if needed > WIDE * self._budget.device_bytes:
+            if not self._out_of_memory(m):
+                continue
+            same = structure(m.candidate) == structure(candidate)
+            larger = int(candidate["per_device_train_batch_size"]) >= int(m.candidate["per_device_train_batch_size"])
+            both_traced = traced and self._predictor.prediction(m.candidate) is not None
+            margin = 1.0 if same else OTHER_STRUCTURE
+            if (both_traced or (same and larger)) and needed >= margin * self._predictor.train_bytes(m.candidate):
+                return f"probe {m.probe} ran out of memory with less"
+        if needed > self._predictor.widest(candidate, self._budget.device_bytes):
             return "cannot fit by estimate"
         return None
 

@@ -16,9 +16,22 @@ from autofit.knobs import Space, make_space, parse_knob
 from autofit.launch import Launcher
 from autofit.machine import available_device_bytes, available_host_bytes
 from autofit.probe_folder import log_tail
-from autofit.records import Budget, Candidate, Description, Machine, Outcome, Reply, Request, Schedule, Task
+from autofit.records import (
+    Budget,
+    Candidate,
+    Description,
+    Machine,
+    Outcome,
+    Reply,
+    Request,
+    Schedule,
+    ShadowDevice,
+    Task,
+)
 from autofit.trainer_args import candidate_values
 from autofit.units import format_bytes, unit_of
+from autofit.workloads.model_task import make_model_task
+from autofit.workloads.script_task import make_script_task
 
 DESCRIBE_SECONDS = 1800.0  # for a script to prepare its data
 BUSY_SHARE = 0.05  # of the device held by others: nothing can be measured beside them
@@ -39,6 +52,48 @@ def read_arguments(args: str | Path | dict | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"--args {args} holds no JSON object; {wanted}")
     return value
+
+
+def make_task(
+    options: Any, arguments: dict[str, Any], transformers_version: str, say: Callable[[str], None]
+) -> Task:
+    """The task that `options` (of a search or of a prediction) name; `arguments` are those that were read from `--args`.
+
+    `say` hears what was assumed. Raises UsageError.
+    """
+    if options.command is not None:
+        model_only = {
+            "--task": options.task,
+            "--seq-len": options.seq_len,
+            "--image-size": options.image_size,
+            "--effective-batch": options.effective_batch,
+            "--dtype": options.dtype,
+            "--lora": options.lora_rank,
+            "--args": options.args,
+            "--eval-rows": options.eval_rows,
+        }
+        used = ", ".join(name for name, value in model_only.items() if value is not None)
+        if used:
+            raise UsageError(f"{used} belongs to --model; with a script, set it in the script or in its own arguments")
+        script, notes = make_script_task(tuple(options.command))
+        for note in notes:
+            say(note)
+        return Task(script=script)
+    model, assumed = make_model_task(
+        options.model,
+        transformers_version=transformers_version,
+        task=options.task,
+        seq_len=options.seq_len,
+        image_size=options.image_size,
+        effective_batch=options.effective_batch,
+        dtype=options.dtype,
+        lora_rank=options.lora_rank,
+        eval_rows=options.eval_rows,
+        base_args=arguments,
+    )
+    if assumed:
+        say("assumed: " + "; ".join(assumed))
+    return Task(model=model)
 
 
 def make_budget(
@@ -68,12 +123,19 @@ def make_budget(
     return Budget(wanted, min(host, host_available), unit, text or "")
 
 
-def describe(task: Task, machine: Machine, launcher: Launcher, folder: Path, say: Callable[[str], None]) -> Description:
-    """Run the workload once up to its training, and make the server ready for its probes.
+def describe(
+    task: Task,
+    machine: Machine,
+    launcher: Launcher,
+    folder: Path,
+    say: Callable[[str], None],
+    shadow: ShadowDevice | None = None,
+) -> Description:
+    """Run the workload once up to its training, and make the server ready for its probes. `shadow`: without weights.
 
     Raises UsageError or WorkloadError where it does not get there.
     """
-    request = Request("describe", str(folder), task, machine.device, Schedule(describe_only=True))
+    request = Request("describe", str(folder), task, machine.device, Schedule(describe_only=True), shadow=shadow)
     fork = task.script is None
     if fork:
         launcher.warm()

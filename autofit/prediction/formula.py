@@ -1,6 +1,6 @@
-"""What a candidate will probably take, before it is probed: bytes and relative speed, by formula.
+"""What a candidate will probably take, by formula: for structures of which there is no shadow run.
 
-It orders the search and decides what an out-of-memory rules out; it never decides what fits. Parameter states are
+Parameter states are
 exact, activations are the closed form of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large
 Transformer Models", eq. 1 and 2: s·b·h·(34 + 5·a·s/h) bytes a layer at 16 bits, s·b·h·2 when recomputed), scaled by
 what this run has measured. Sizes that a model does not tell are taken from its parameter count.
@@ -15,7 +15,7 @@ RECOMPUTE = 4 / 3  # one more forward pass: forward 2, backward 4 floating-point
 LAUNCH_ROWS = 1.0  # a micro-batch costs as much as this many rows beyond its own
 
 
-class Predictor:
+class Formula:
     """Estimates for one workload; `learn` takes every measurement of training that fitted."""
 
     def __init__(self, description: Description, device: str) -> None:

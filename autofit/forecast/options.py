@@ -1,0 +1,212 @@
+"""What a prediction can be told, and what follows before anything runs: the cards, the task, the knobs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autofit.catalog import Gpu, find_gpu, gpu_names, near_gpus, parse_budget
+from autofit.errors import UsageError
+from autofit.machine import read_machine
+from autofit.prediction import ShadowTarget, make_target
+from autofit.records import Candidate, Description, Machine, Task
+from autofit.study import preflight
+from autofit.units import format_bytes, looks_like_size
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+# Fields that the knob `precision` says, and that a CPU, on which shadow runs run, refuses or reads in its own way.
+PRECISION_FIELDS = ("fp16", "bf16", "tf32")
+BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
+ALL_GPUS, CPU = "all", "cpu"
+MOST = 2**20  # rows or steps; more is a slip of the pen
+
+
+@dataclass(frozen=True)
+class PredictOptions:
+    """Everything that a prediction can be told. Exactly one of `model` and `command`; None is the workload's own value."""
+
+    model: str | None = None  # a local folder, a hub id or a name of the catalog
+    command: tuple[str, ...] | None = None  # the user's own: ("python", "train.py", …)
+    gpu: str | None = None  # a card of the catalog, `all`, or `cpu`; None: this machine's
+    budget: str | None = None  # bytes that the process may hold; None: what the card can use
+    task: str | None = None
+    seq_len: int | None = None  # tokens
+    image_size: int | None = None  # pixels per side
+    effective_batch: int | None = None  # rows per optimizer step
+    dtype: str | None = None  # of the weights
+    lora_rank: int | None = None
+    args: str | Path | dict | None = None  # the user's own TrainingArguments, as JSON
+    eval_rows: int | None = None  # rows of the evaluation set that memory is projected to
+    batch: int | None = None  # per-device train batch
+    accumulation: int | None = None  # micro-batches per optimizer step
+    eval_batch: int | None = None
+    precision: str | None = None
+    checkpointing: bool | None = None
+    optim: str | None = None
+    attention: str | None = None
+    max_batch: bool = False  # the largest batch for each precision × checkpointing × optimizer
+    verify: bool = False  # trace the very batch sizes too, and hold the rewritten figures against it
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a workload is predicted to run, and what it may hold there."""
+
+    target: ShadowTarget
+    label: str
+    budget_bytes: int
+    native_bf16: bool
+    native_tf32: bool
+    context_known: bool = True  # else `prediction` assumes one
+    rates_known: bool = True  # likewise
+
+
+def check_options(options: PredictOptions) -> None:
+    """Refuse what makes no sense anywhere. Raises UsageError."""
+    if (options.model is None) == (options.command is None):
+        raise UsageError(
+            "give either --model NAME, or your own script after --: autofit predict --gpu rtx-3090 -- python train.py"
+        )
+    for name in ("batch", "accumulation", "eval_batch"):
+        value = getattr(options, name)
+        if value is not None and not 1 <= value <= MOST:
+            raise UsageError(
+                f"--{name.replace('_', '-')} {value} makes no sense; give a whole number from 1 to {MOST}"
+            )
+    if options.precision is not None and options.precision not in PRECISIONS:
+        raise UsageError(f"--precision {options.precision!r} is not known; use one of {', '.join(PRECISIONS)}")
+    if options.max_batch and options.gpu == ALL_GPUS:
+        raise UsageError("--max-batch is for one card; name it with --gpu")
+    if options.max_batch and (options.batch is not None or options.effective_batch is not None):
+        name = "--batch" if options.batch is not None else "--effective-batch"
+        raise UsageError(f"--max-batch looks for the batch by itself; leave {name} out")
+    if options.verify and (options.max_batch or options.gpu == ALL_GPUS):
+        raise UsageError("--verify is for one prediction; leave out --max-batch, and name one card with --gpu")
+
+
+# ---- cards ----
+
+
+def places_of(options: PredictOptions) -> list[Place]:
+    """The cards that are asked for, those with the least memory first. Raises UsageError."""
+    if options.gpu == ALL_GPUS:
+        if options.budget is not None:
+            raise UsageError("--budget means nothing with --gpu all, whose cards have their own; leave one of them out")
+        return [_place(find_gpu(name), None) for name in gpu_names()]
+    budget = None if options.budget is None else parse_budget(options.budget)
+    if options.gpu == CPU:
+        machine = read_machine("cpu")
+        return [Place(make_target(), "CPU", budget or machine.device_bytes, True, False)]
+    if options.gpu is None:
+        return [_own_place(budget)]
+    gpu = find_gpu(options.gpu)
+    if gpu is not None:
+        return [_place(gpu, budget)]
+    if looks_like_size(options.gpu):
+        raise UsageError(f"--gpu {options.gpu!r} is a size, not a card; name a card, and give the size as --budget")
+    near = near_gpus(options.gpu)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known cards are {', '.join(gpu_names())}"
+    raise UsageError(f"--gpu {options.gpu!r} is no card that autofit knows; {hint}")
+
+
+def _place(gpu: Gpu, budget: int | None) -> Place:
+    return Place(
+        target=make_target(gpu),
+        label=gpu.label,
+        budget_bytes=budget or gpu.usable_bytes,
+        native_bf16=gpu.native_bf16,
+        native_tf32=gpu.tf32_flops is not None,
+        context_known=gpu.context_bytes is not None,
+    )
+
+
+def _own_place(budget: int | None) -> Place:
+    """This machine's first GPU."""
+    machine = read_machine(None)
+    if machine.device == "cpu":
+        raise UsageError("there is no GPU here; name a card to predict for, such as --gpu rtx-3090, or --gpu all")
+    ampere = (machine.capability or (0, 0)) >= (8, 0)
+    gpu = find_gpu(machine.device_name)
+    return Place(
+        target=make_target(machine=machine),
+        label=machine.device_name,
+        budget_bytes=budget or machine.device_bytes,
+        native_bf16=ampere,
+        native_tf32=ampere,
+        context_known=gpu is not None and gpu.context_bytes is not None,
+        rates_known=gpu is not None,
+    )
+
+
+# ---- the task and the knobs ----
+
+
+def task_and_knobs(
+    options: PredictOptions, machine: Machine, say: Callable[[str], None]
+) -> tuple[Task, dict[str, Any]]:
+    """The task, and the values of the knobs that were asked for. Raises UsageError."""
+    arguments = preflight.read_arguments(options.args) if options.command is None else {}
+    wanted = {
+        BATCH: options.batch,
+        ACCUMULATION: options.accumulation,
+        "per_device_eval_batch_size": options.eval_batch,
+        "precision": options.precision or next((name for name in PRECISION_FIELDS if arguments.get(name)), None),
+        "activation_checkpointing": options.checkpointing,
+        "optim": options.optim,
+        "attention": options.attention,
+    }
+    arguments = {name: value for name, value in arguments.items() if name not in PRECISION_FIELDS}
+    for name in (BATCH, ACCUMULATION):
+        if wanted[name] is not None:
+            arguments[name] = wanted[name]
+    if options.max_batch:
+        arguments.setdefault(ACCUMULATION, 1)
+    task = preflight.make_task(options, arguments, machine.versions.get("transformers", ""), say)
+    if task.model is not None:
+        wanted |= {name: task.model.base_args[name] for name in (BATCH, ACCUMULATION)}
+    return task, {name: value for name, value in wanted.items() if value is not None}
+
+
+def traced_task(task: Task) -> Task:
+    """The task as it is described and traced: the same for every batch, which the candidate sets."""
+    if task.model is None:
+        return task
+    arguments = {**task.model.base_args, BATCH: 2, ACCUMULATION: 2}
+    return Task(model=replace(task.model, base_args=arguments, effective_batch=4))
+
+
+def candidate_of(description: Description, wanted: dict[str, Any], place: Place | None) -> Candidate:
+    """The workload's own settings with what was asked for laid over; on `place`, where it is one. Raises UsageError."""
+    own = preflight.baseline_of(description)
+    for name in wanted:
+        if name not in own.values:
+            missing = "evaluation" if name == "per_device_eval_batch_size" else name
+            raise UsageError(f"this workload has no {missing} to set; leave --{_flag(name)} out")
+    if wanted.get("activation_checkpointing") and not description.can_checkpoint:
+        raise UsageError(f"{description.model_class} has no activation checkpointing; leave --checkpointing out")
+    attention = wanted.get("attention")
+    if attention is not None and attention not in description.attentions:
+        raise UsageError(f"--attention {attention!r} cannot be used; use one of {', '.join(description.attentions)}")
+    if wanted.get("precision") == "tf32" and place is not None and not place.native_tf32:
+        raise UsageError(f"{place.label} has no tf32; use --precision fp32 or fp16")
+    return own.but(wanted)
+
+
+def _flag(knob: str) -> str:
+    return {"per_device_eval_batch_size": "eval-batch"}.get(knob, knob)
+
+
+def place_notes(places: list[Place]) -> list[str]:
+    """What is assumed of the cards, one sentence each."""
+    notes = []
+    unknown = [place for place in places if not place.context_known]
+    if unknown:
+        size = format_bytes(unknown[0].target.context_bytes)
+        whose = f"a {unknown[0].label}" if len(places) == 1 else f"{len(unknown)} of the {len(places)} cards"
+        notes.append(f"assumed: {size} for the CUDA context of {whose}, which is not known")
+    notes += [
+        f"assumed: the speeds of an A100, since those of a {place.label} are not known"
+        for place in places
+        if not place.rates_known
+    ]
+    return notes

@@ -1,0 +1,1 @@
+"""What CUDA does otherwise than the CPU, laid over fake CPU tensors."""

@@ -172,6 +172,7 @@ class ShadowDevice:
     kind: str  # cuda or cpu
     capability: tuple[int, int] | None = None  # CUDA's compute capability: decides the attention kernel and workspaces
     scaler: bool = False  # fp16: its sizes are those of bf16, which is traced instead, and a gradient scaler
+    processes: int = 1  # of a DistributedDataParallel training; the run is one of them
 
     @property
     def name(self) -> str:

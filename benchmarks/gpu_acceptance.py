@@ -6,10 +6,14 @@ that should run out. What the child counts (the peak that torch reserved, and th
 the device meanwhile, read from outside every 20 ms. Before them a canary shows whether a fork of the warm server can use
 the device; where it cannot, the probes start fresh, and that is told. Nobody else may use the device.
 
+Three further parts hold predictions against measurements, ten configurations each (`acceptance/predictions.py`): live and reserved
+bytes in training, live bytes in evaluation; median at most 1 %, worst 5 %.
+
 Every part is written to results/gpu_acceptance.json as soon as it is done, and a rerun on the same machine skips it. Ends
 with 0 when all parts hold, 1 when one does not, 2 where there is no CUDA device.
 
-    python benchmarks/gpu_acceptance.py                          at most three minutes
+    python benchmarks/gpu_acceptance.py                          budgets: at most three minutes
+    python benchmarks/gpu_acceptance.py --part predictions-1     … -2, -3: at most four minutes each
     python benchmarks/gpu_acceptance.py --again                  measures finished parts again
     python benchmarks/gpu_acceptance.py --quick                  the smallest budget only
     python benchmarks/gpu_acceptance.py --device cpu --quick     the same code with MiniLM and small budgets, no result
@@ -26,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+from acceptance import predictions
 
 from autofit.codec import decode
 from autofit.errors import DeviceError
@@ -248,6 +253,7 @@ def run(machine: Machine, parts: tuple[Part, ...], path: Path, again: bool) -> d
         "machine": common.machine_facts(machine),
         "server": earlier.get("server"),
         "parts": finished,
+        **{name: earlier[name] for name in ("predictions", "prediction_errors") if name in earlier},
     }
     left = [part for part in parts if part.budget not in finished]
     if left:
@@ -263,9 +269,31 @@ def run(machine: Machine, parts: tuple[Part, ...], path: Path, again: bool) -> d
     return results
 
 
+def compare(machine: Machine, parts: tuple[Part, ...], path: Path, options: argparse.Namespace) -> int:
+    """One part of the predictions; on the CPU, to try the script, its first configuration."""
+    identity = digest([machine.key, machine.device_id, [asdict(part) for part in parts]])
+    results = read_results(path, identity) or {
+        "identity": identity,
+        "machine": common.machine_facts(machine),
+        "parts": {},
+    }
+    if options.again:
+        results.pop("predictions", None)
+    chosen = predictions.PARTS[options.part][: 1 if options.quick else None]
+    predictions.run_part(options.part, machine, results, lambda told: common.write_results(path, told), chosen)
+    summary = predictions.summarize(results["predictions"])
+    for counter in predictions.CHECKED:
+        if counter in summary:
+            told = summary[counter]
+            print(f"{counter}: median {told['median']:.2%}, worst {told['worst']:.2%} of {told['count']}")
+    print(f"{summary['configurations']} configurations predicted: {common.format_verdict(summary['holds'])}")
+    return EXIT_HOLDS if summary["holds"] else EXIT_FAILS
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = common.make_parser(__doc__, "gpu_acceptance")
     parser.add_argument("--device", default="cuda", help="cuda (default), cuda:N, or cpu to try the script")
+    parser.add_argument("--part", choices=("budgets", *predictions.PARTS), default="budgets")
     parser.add_argument("--again", action="store_true", help="measure finished parts again")
     return parser.parse_args(argv)
 
@@ -284,6 +312,8 @@ def main(argv: list[str]) -> int:
         path = options.out or common.ROOT / "autofit-runs/benchmarks/cpu_acceptance.json"
     else:
         parts = CUDA_PARTS[:1] if options.quick else CUDA_PARTS
+    if options.part != "budgets":
+        return compare(machine, parts, path, options)
     results = run(machine, parts, path, options.again)
     common.write_results(path, results)
     told = sum(part["holds"] for part in results["parts"].values())

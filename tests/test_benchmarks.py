@@ -32,7 +32,7 @@ def acceptance(monkeypatch):
     """The module `benchmarks/gpu_acceptance.py`."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     yield importlib.import_module("gpu_acceptance")
-    for name in ("gpu_acceptance", "common"):
+    for name in ("gpu_acceptance", "acceptance.predictions", "acceptance", "common"):
         sys.modules.pop(name, None)
 
 

@@ -72,7 +72,8 @@ def run(argv: Sequence[str]) -> int:
     except AutofitError as error:
         return _explain(error)
     except (KeyboardInterrupt, click.Abort):
-        return _explain(Interrupted("stopped; the same command resumes"))
+        after = "nothing was predicted" if list(argv[:1]) == ["predict"] else "the same command resumes"
+        return _explain(Interrupted(f"stopped; {after}"))
     except OutputClosedError:
         return _abandon_output()
     finally:
@@ -130,8 +131,6 @@ def run_predict(*, as_json: bool, quiet: bool, plot: str | None, **options: Any)
         found = api.predict(say=say, **options)
     except WorkloadError as error:
         raise WorkloadError(in_unit(error, unit), error.log) from error
-    except KeyboardInterrupt:
-        raise Interrupted("stopped; nothing was predicted") from None
     if plot is not None:
         _write_plot(plot, found, unit)
     if as_json:

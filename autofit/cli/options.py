@@ -183,6 +183,10 @@ PREDICT_OPTIONS: list[click.Parameter] = [
     _option("--batch", group="settings", type=int, metavar="ROWS", help="Per-device train batch."),
     _option("--accumulation", group="settings", type=int, metavar="N", help="Batches per optimizer step."),
     _option("--eval-batch", group="settings", type=int, metavar="ROWS", help="Per-device evaluation batch."),
+    _option("--eval-accumulation", group="settings", type=int, metavar="N", help="Evaluation steps after which outputs go "
+            "to the host (eval_accumulation_steps)."),
+    _option("--logits", group="settings", metavar="NAME", help="What evaluation keeps of logits: full or argmax (a "
+            "preprocess_logits_for_metrics, in code)."),
     _option("--precision", group="settings", metavar="NAME", help="fp32, tf32, bf16 or fp16."),
     _option("--checkpointing/--no-checkpointing", group="settings", default=None, help="Recompute activations, or keep "
             "them."),
@@ -195,7 +199,8 @@ PREDICT_OPTIONS: list[click.Parameter] = [
             "checkpointing and optimizer."),
     _option("--verify", group="output", is_flag=True, help="Predict a second time, by a shadow run at these very batch "
             "sizes, and show the difference."),
-    _option("--plot", group="output", metavar="FILE.html", help="Draw memory over the steps, by category, into this file."),
+    _option("--plot", group="output", metavar="FILE.html", help="Draw memory over the steps, by category, into this file. "
+            "Default: no picture."),
     *_shared("--json", "--quiet"),
 ]
 # fmt: on

@@ -21,6 +21,7 @@ from autofit.forecast.options import (
     places_of,
     task_and_knobs,
     traced_task,
+    with_lean_evaluation,
 )
 from autofit.forecast.rows import Forecast, Forecasts, rows_per_step, structure_words
 from autofit.forecast.trace_cache import TraceCache
@@ -34,6 +35,13 @@ from autofit.workloads.script_task import redact
 
 # Optimizers that are compared beside the user's own; both train otherwise, in less memory.
 SMALL_OPTIMIZERS = ("adafactor", "adamw_bnb_8bit")
+LEAN_EVALUATION = (
+    "assumed: an evaluation that takes little, since training is compared here; --eval-batch, --eval-accumulation and "
+    "--logits set another"
+)
+NO_FAMILY = (
+    "it runs otherwise at every batch size, so that each takes a shadow run of its own; ask for one with --batch"
+)
 
 
 def predict(*, say: Callable[[str], None] = lambda text: None, **options: Any) -> Forecasts:
@@ -66,11 +74,14 @@ def predict(*, say: Callable[[str], None] = lambda text: None, **options: Any) -
         stack.callback(kept.take_in, runs)
         asked = _Asked(chosen, task, description, _Tracer(ran, description, launcher, runs, machine.versions, say))
         notes += place_notes(places)
-        if chosen.gpu == ALL_GPUS:
-            return asked.best_by_gpu(places, candidate, notes)
+        if chosen.gpu != ALL_GPUS and not chosen.max_batch:
+            return asked.one(places[0], candidate, notes)
+        lean = with_lean_evaluation(candidate, description, wanted)
+        if lean != candidate:
+            notes.append(LEAN_EVALUATION)
         if chosen.max_batch:
-            return asked.largest_batches(places[0], candidate, notes)
-        return asked.one(places[0], candidate, notes)
+            return asked.largest_batches(places[0], lean, notes)
+        return asked.best_by_gpu(places, lean, notes)
 
 
 class _Tracer:
@@ -139,34 +150,47 @@ class _Asked:
             if isinstance(known, Failure):
                 failed[structure_words(structure)] = f"{known.kind}: {known.message}"
                 continue
+            if known is None:
+                failed[structure_words(structure)] = NO_FAMILY
+                continue
             batch = largest_batch(runs, structure, place.budget_bytes)
             rows.append(self._forecast(place, structure.but({BATCH: batch or 1})))
         rows.sort(key=lambda row: (not _fits(row), -(row.rows_per_second or 0.0)))
         return self._answer("max-batch", rows, notes, failed)
 
     def best_by_gpu(self, places: list[Place], candidate: Candidate, notes: list[str]) -> Forecasts:
-        """For each card the candidate of the highest estimated speed that fits, the effective batch held; else the smallest."""
+        """For each card the candidate of the highest estimated speed that fits, the effective batch held; else the smallest.
+
+        32 bits are looked at only where nothing fits in 16: that is what people train with, and shadow runs cost time.
+        """
         rows: list[Forecast] = []
         failed: dict[str, str] = {}
         for place in places:
             found: list[Forecast] = []
-            for structure in self._structures(candidate, place, (str(candidate["optim"]),)):
-                twin = structure.but(activation_checkpointing=False)
-                if structure["activation_checkpointing"] and any(
-                    row.candidate == self._sized(twin, rows_per_step(candidate)) and _fits(row) for row in found
-                ):
-                    continue  # the same with recomputation is slower, and nothing is larger than the whole batch
-                row = self._largest_that_fits(place, structure, rows_per_step(candidate))
-                if row.prediction.failure is not None:
-                    failed[structure_words(structure)] = row.prediction.failure.message
-                else:
-                    found.append(row)
+            for precision in self._precisions(str(candidate["precision"]), place)[:2]:
+                found += self._best_in(place, candidate.but(precision=precision), failed)
+                if any(_fits(row) for row in found):
+                    break
             fitting = [row for row in found if _fits(row)]
             if fitting:
                 rows.append(max(fitting, key=lambda row: row.rows_per_second or 0.0))
             elif found:
                 rows.append(min(found, key=lambda row: row.prediction.peak_bytes or 0))
         return self._answer("gpus", rows, notes, failed)
+
+    def _best_in(self, place: Place, candidate: Candidate, failed: dict[str, str]) -> list[Forecast]:
+        """Without recomputation, and with it where it may win: the same batch is slower with it."""
+        found: list[Forecast] = []
+        for recompute in self._checkpointing():
+            structure = candidate.but(activation_checkpointing=recompute)
+            if found and _fits(found[0]) and not _accumulates(found[0]):
+                break
+            row = self._largest_that_fits(place, structure, rows_per_step(candidate))
+            if row.prediction.failure is not None:
+                failed[structure_words(structure)] = row.prediction.failure.message
+            else:
+                found.append(row)
+        return found
 
     def _largest_that_fits(self, place: Place, structure: Candidate, effective: int) -> Forecast:
         """The structure at the largest divisor of the effective batch that fits; at 1 row where none does.
@@ -203,14 +227,15 @@ class _Asked:
 
     def _structures(self, candidate: Candidate, place: Place, optimizers: tuple[str, ...]) -> Iterator[Candidate]:
         """Precision × checkpointing × optimizer, as far as the card, the weights and the user's own flags allow."""
-        options = self._options
-        checkpointing = (False, True) if self._description.can_checkpoint else (False,)
-        if options.checkpointing is not None:
-            checkpointing = (options.checkpointing,)
         for precision in self._precisions(str(candidate["precision"]), place):
-            for recompute in checkpointing:
+            for recompute in self._checkpointing():
                 for optim in optimizers:
                     yield candidate.but(precision=precision, activation_checkpointing=recompute, optim=optim)
+
+    def _checkpointing(self) -> tuple[bool, ...]:
+        if self._options.checkpointing is not None:
+            return (self._options.checkpointing,)
+        return (False, True) if self._description.can_checkpoint else (False,)
 
     def _precisions(self, own: str, place: Place) -> tuple[str, ...]:
         if self._options.precision is not None:
@@ -233,6 +258,10 @@ class _Asked:
 
 def _fits(row: Forecast) -> bool:
     return row.verdict is not None and row.verdict.answer == FITS
+
+
+def _accumulates(row: Forecast) -> bool:
+    return int(row.candidate.get(ACCUMULATION) or 1) > 1
 
 
 def _divisors(number: int) -> list[int]:

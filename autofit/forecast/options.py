@@ -7,6 +7,7 @@ from typing import Any
 
 from autofit.catalog import Gpu, find_gpu, gpu_names, near_gpus, parse_budget
 from autofit.errors import UsageError
+from autofit.knobs import refusal
 from autofit.machine import read_machine
 from autofit.prediction import ShadowTarget, make_target
 from autofit.records import Candidate, Description, Machine, Task
@@ -17,6 +18,8 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 # Fields that the knob `precision` says, and that a CPU, on which shadow runs run, refuses or reads in its own way.
 PRECISION_FIELDS = ("fp16", "bf16", "tf32")
 BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
+EVAL_BATCH, EVAL_ACCUMULATION = "per_device_eval_batch_size", "eval_accumulation_steps"
+LEAST_EVAL_BATCH = 2  # one row more than the least, and no shadow run of its own
 ALL_GPUS, CPU = "all", "cpu"
 MOST = 2**20  # rows or steps; more is a slip of the pen
 
@@ -40,6 +43,8 @@ class PredictOptions:
     batch: int | None = None  # per-device train batch
     accumulation: int | None = None  # micro-batches per optimizer step
     eval_batch: int | None = None
+    eval_accumulation: int | None = None  # steps after which evaluation moves its outputs to the host
+    logits: str | None = None  # reduction before evaluation keeps them: full or argmax
     precision: str | None = None
     checkpointing: bool | None = None
     optim: str | None = None
@@ -67,12 +72,10 @@ def check_options(options: PredictOptions) -> None:
         raise UsageError(
             "give either --model NAME, or your own script after --: autofit predict --gpu rtx-3090 -- python train.py"
         )
-    for name in ("batch", "accumulation", "eval_batch"):
+    for name in ("batch", "accumulation", "eval_batch", "eval_accumulation"):
         value = getattr(options, name)
         if value is not None and not 1 <= value <= MOST:
-            raise UsageError(
-                f"--{name.replace('_', '-')} {value} makes no sense; give a whole number from 1 to {MOST}"
-            )
+            raise UsageError(f"--{name.replace('_', '-')} {value} makes no sense; give a whole number from 1 to {MOST}")
     if options.precision is not None and options.precision not in PRECISIONS:
         raise UsageError(f"--precision {options.precision!r} is not known; use one of {', '.join(PRECISIONS)}")
     if options.max_batch and options.gpu == ALL_GPUS:
@@ -102,7 +105,7 @@ def places_of(options: PredictOptions) -> list[Place]:
     gpu = find_gpu(options.gpu)
     if gpu is not None:
         return [_place(gpu, budget)]
-    if looks_like_size(options.gpu):
+    if looks_like_size(options.gpu) and not options.gpu.strip().isdigit():  # 3090 is half a name
         raise UsageError(f"--gpu {options.gpu!r} is a size, not a card; name a card, and give the size as --budget")
     near = near_gpus(options.gpu)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known cards are {', '.join(gpu_names())}"
@@ -149,7 +152,9 @@ def task_and_knobs(
     wanted = {
         BATCH: options.batch,
         ACCUMULATION: options.accumulation,
-        "per_device_eval_batch_size": options.eval_batch,
+        EVAL_BATCH: options.eval_batch,
+        EVAL_ACCUMULATION: options.eval_accumulation,
+        "logits": options.logits,
         "precision": options.precision or next((name for name in PRECISION_FIELDS if arguments.get(name)), None),
         "activation_checkpointing": options.checkpointing,
         "optim": options.optim,
@@ -180,20 +185,37 @@ def candidate_of(description: Description, wanted: dict[str, Any], place: Place 
     own = preflight.baseline_of(description)
     for name in wanted:
         if name not in own.values:
-            missing = "evaluation" if name == "per_device_eval_batch_size" else name
-            raise UsageError(f"this workload has no {missing} to set; leave --{_flag(name)} out")
+            flag = {EVAL_BATCH: "eval-batch", EVAL_ACCUMULATION: "eval-accumulation"}.get(name, name)
+            raise UsageError(f"this workload has nothing that --{flag} could set; leave it out")
     if wanted.get("activation_checkpointing") and not description.can_checkpoint:
         raise UsageError(f"{description.model_class} has no activation checkpointing; leave --checkpointing out")
     attention = wanted.get("attention")
     if attention is not None and attention not in description.attentions:
         raise UsageError(f"--attention {attention!r} cannot be used; use one of {', '.join(description.attentions)}")
+    logits = wanted.get("logits")
+    if logits is not None and logits not in description.reductions:
+        raise UsageError(f"--logits {logits!r} cannot be used; use one of {', '.join(description.reductions)}")
     if wanted.get("precision") == "tf32" and place is not None and not place.native_tf32:
         raise UsageError(f"{place.label} has no tf32; use --precision fp32 or fp16")
-    return own.but(wanted)
+    candidate = own.but(wanted)
+    refused = refusal(candidate, description)
+    if refused is not None:
+        raise UsageError(refused)
+    return candidate
 
 
-def _flag(knob: str) -> str:
-    return {"per_device_eval_batch_size": "eval-batch"}.get(knob, knob)
+def with_lean_evaluation(candidate: Candidate, description: Description, wanted: dict[str, Any]) -> Candidate:
+    """The candidate with the evaluation that takes least, as far as the user has said nothing of it.
+
+    Where training is compared, an evaluation that keeps all scores of a whole set on the device would decide for it.
+    """
+    least = {EVAL_BATCH: LEAST_EVAL_BATCH, EVAL_ACCUMULATION: 1, "logits": "argmax"}
+    if "argmax" not in description.reductions:
+        del least["logits"]
+    said = {*wanted, *description.arguments}
+    return candidate.but(
+        {name: value for name, value in least.items() if name in candidate.values and name not in said}
+    )
 
 
 def place_notes(places: list[Place]) -> list[str]:

@@ -4,10 +4,11 @@ It orders candidates, and decides what an out-of-memory rules out; it never deci
 """
 
 import statistics
+import time
 
 from autofit.prediction.formula import Formula, structure
 from autofit.prediction.shadow_runs import ShadowRuns
-from autofit.records import Candidate, Description, Measurement, Prediction
+from autofit.records import Candidate, Description, Failure, Measurement, Prediction
 
 # Estimates this far above the budget are not tried. The formula's error once scaled is well below; a shadow run is within
 # 5 % of live bytes, and what a process holds beyond them differs by 15 to 28 % between processes of one program on a CPU.
@@ -16,8 +17,10 @@ RESIDENT_SHARE = {"cpu": 1.2, "cuda": 1.0}  # resident over live bytes, before a
 
 
 class Predictor:
-    """Estimates for one workload; `learn` takes every measurement of training that fitted. `shadows` is asked only about
-    structures that it knows: an estimate never starts a shadow run."""
+    """Estimates for one workload; `learn` takes every measurement of training that fitted, `trace` makes shadow runs.
+
+    No estimate starts a shadow run. `untraceable` is why the first structure, and so probably the workload, has none.
+    """
 
     def __init__(self, description: Description, device: str, shadows: ShadowRuns | None = None) -> None:
         self._formula = Formula(description, device)
@@ -25,14 +28,40 @@ class Predictor:
         self._resident = RESIDENT_SHARE["cpu" if device == "cpu" else "cuda"]
         self._predictions: dict[str, Prediction] = {}
         self._measured: dict[str, tuple[Candidate, int]] = {}  # what ran: candidate key -> candidate, bytes
+        self._unknown: set[str] = set()  # keys of candidates whose structure has no trace yet
+        self._shadow_seconds = 0.0
+        self.untraceable: Failure | None = None
+
+    def trace(self, candidate: Candidate, most_seconds: float) -> bool:
+        """Make the shadow runs of a structure that has none, unless those before have taken `most_seconds`.
+
+        Returns whether there are new ones, so that estimates have changed.
+        """
+        shadows = self._shadows
+        if shadows is None or self.untraceable or self._shadow_seconds > most_seconds:
+            return False
+        if shadows.is_known(candidate) or shadows.has_failed(candidate):
+            return False
+        began = time.monotonic()
+        prediction = shadows.predict(candidate)
+        self._shadow_seconds += time.monotonic() - began
+        self._unknown.clear()
+        if prediction.failure is not None and not self._predictions:
+            self.untraceable = prediction.failure
+        self._predictions[candidate.key] = prediction
+        return prediction.failure is None
 
     def prediction(self, candidate: Candidate) -> Prediction | None:
         """What the shadow runs say; None where the structure has not been traced, or cannot be."""
-        if candidate.key not in self._predictions:
-            if self._shadows is None or not self._shadows.is_known(candidate):
+        key = candidate.key
+        if key in self._unknown or self._shadows is None:
+            return None
+        if key not in self._predictions:
+            if not self._shadows.is_known(candidate):
+                self._unknown.add(key)
                 return None
-            self._predictions[candidate.key] = self._shadows.predict(candidate)
-        found = self._predictions[candidate.key]
+            self._predictions[key] = self._shadows.predict(candidate)
+        found = self._predictions[key]
         return found if found.failure is None else None
 
     def train_bytes(self, candidate: Candidate) -> int:

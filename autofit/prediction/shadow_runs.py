@@ -104,8 +104,11 @@ class ShadowRuns:
         on_run: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._task, self._description, self.target, self._launcher = task, description, target, launcher
-        self._folder, self._versions, self._on_run = folder, versions, on_run
+        self._folder, self._on_run = folder, on_run
         self._settings = settings or AllocatorSettings()
+        self._identity = digest(
+            [SEMANTICS, versions, dataclasses.asdict(task)]
+        )  # of everything that all its traces share
         self._families: dict[str, Family | Failure | None] = {}  # None: the lists differ, so each is traced by itself
 
     # ---- what is asked ----
@@ -220,9 +223,8 @@ class ShadowRuns:
 
     def _kept(self, candidate: Candidate, batch: int, eval_batch: int) -> Path:
         """Where the trace lies, or will."""
-        identity = [SEMANTICS, self._key(candidate), batch, eval_batch, self._versions]
-        identity += [dataclasses.asdict(self._device_of(candidate)), dataclasses.asdict(self._task)]
-        return self._folder / digest(identity) / TRACE_FILE
+        device = dataclasses.asdict(self._device_of(candidate))
+        return self._folder / digest([self._identity, self._key(candidate), device, batch, eval_batch]) / TRACE_FILE
 
     def _result(self, reply: Reply, kept: Path) -> Trace | Failure:
         if reply.outcome is not Outcome.FITS:
@@ -242,7 +244,9 @@ class ShadowRuns:
                 capability = (7, 5)
             elif head <= WIDE_HEAD:
                 capability = (8, 0)
-        return ShadowDevice(self.target.device.kind, capability, candidate.get("precision") == "fp16")
+        return dataclasses.replace(
+            self.target.device, capability=capability, scaler=candidate.get("precision") == "fp16"
+        )
 
     def _on_target(self, trace: Trace) -> Trace:
         """A trace with the workspaces of the target's own capability."""

@@ -7,8 +7,9 @@ from autofit.records import Candidate, Prediction
 
 FITS, BORDERLINE, DOES_NOT_FIT = "fits", "borderline", "does not fit"
 # How far a measured peak may lie from a predicted one, as shares of the prediction: what torch holds, context apart.
-# From `results/predict_published.json`: on rows whose setup is clear the worst was 5 % above and 3 % below.
-BELOW, ABOVE = 0.97, 1.05
+# In `results/predict_published.json` clear rows lie within 0.5 %; 3.2 % too low where a source is read literally, 4 % too high
+# for a compiled run, which the predictions do not model.
+BELOW, ABOVE = 0.96, 1.05
 MOST_BATCH = 65536
 
 

@@ -35,9 +35,9 @@ def provenance(found: Forecasts) -> str:
     """What every figure here is."""
     first = found.rows[0]
     if first.target.device.kind == "cpu":
-        return "PREDICTED: nothing was measured"
-    whose = f"a {plain(first.label)}" if found.kind != "gpus" else "these cards"
-    return f"PREDICTED: nothing was measured. Uncalibrated: predictions for {whose} were not checked on one"
+        return "PREDICTED, nothing was measured"
+    whose = f"the {plain(first.label)}" if found.kind != "gpus" else "these cards"
+    return f"PREDICTED, nothing was measured. Uncalibrated: no prediction for {whose} was held against a measurement"
 
 
 def _draw_head(found: Forecasts, unit: str, console: Console) -> None:
@@ -75,7 +75,9 @@ def _draw_one(found: Forecasts, unit: str, console: Console) -> None:
     _draw_shares(console, "modules that hold most of it", dict(prediction.modules), unit, prediction)
     if prediction.step_seconds is not None:
         print_line(console, "")
-        speed = f"~{format_seconds(prediction.step_seconds)} per optimizer step, ~{rate_text(row.rows_per_second)} rows/s"
+        speed = (
+            f"~{format_seconds(prediction.step_seconds)} per optimizer step, ~{rate_text(row.rows_per_second)} rows/s"
+        )
         print_folded(console, f"{speed}: the time {ORDER_ONLY}")
     for note in prediction.notes:
         print_folded(console, f"- {plain(note)}")
@@ -88,7 +90,9 @@ def _draw_phases(row: Forecast, unit: str, console: Console) -> None:
     heads = ("live tensors",) if on_cpu else ("allocated", "reserved", "process")
     cells = []
     for phase in prediction.phases:
-        sizes = (phase.allocated_bytes,) if on_cpu else (phase.allocated_bytes, phase.reserved_bytes, phase.process_bytes)
+        sizes = (
+            (phase.allocated_bytes,) if on_cpu else (phase.allocated_bytes, phase.reserved_bytes, phase.process_bytes)
+        )
         cells.append([plain(phase.name), *(format_bytes(size, unit) for size in sizes)])
     if prediction.growth is not None:
         rows = prediction.growth.rows_total
@@ -96,7 +100,9 @@ def _draw_phases(row: Forecast, unit: str, console: Console) -> None:
         cells.append([f"evaluate, all {rows} rows", *[""] * (len(heads) - 1), f"~{size}"])
     _draw_table([Column("peak in"), *(Column(head, right=True) for head in heads)], cells, console)
     if on_cpu:
-        print_folded(console, "live tensors: what tensors take; the process holds more, as its allocator rounds and keeps", "dim")
+        print_folded(
+            console, "live tensors: what tensors take; the process holds more, as its allocator rounds and keeps", "dim"
+        )
         return
     context = format_bytes(row.target.context_bytes, unit)
     print_folded(
@@ -116,7 +122,15 @@ def verdict_sentence(row: Forecast, unit: str) -> str:
     text = f"{verdict.answer}: the process is expected to peak between {low} and {high}, and the budget is {budget}"
     if row.target.device.kind == "cuda":
         below, above = 1 - BELOW, ABOVE - 1
-        text += f" (what torch holds, {below:.0%} less to {above:.0%} more: so far published measurements lay off)"
+        text += (
+            f" (the interval: what torch holds is up to {below:.0%} less or {above:.0%} more in published measurements)"
+        )
+    train, evaluation = row.prediction.train_bytes, row.prediction.eval_bytes
+    if verdict.answer != FITS and train is not None and evaluation is not None and evaluation > train:
+        text += (
+            f"; evaluation decides, training alone peaks at {format_bytes(train, unit)}: a smaller --eval-batch, "
+            "--eval-accumulation or --logits argmax take less"
+        )
     if verdict.answer != DOES_NOT_FIT and verdict.high_bytes > verdict.budget_bytes:
         text += "; at the budget torch first gives back what it only caches, and then it runs through"
         text += "" if verdict.answer == FITS else ", unless the upper end is true"
@@ -182,7 +196,7 @@ def _draw_largest(found: Forecasts, unit: str, console: Console) -> None:
         Column("optim"),
         Column("largest batch", right=True),
         Column("peak", right=True),
-        Column("~rows/s", right=True),
+        Column("rows/s", right=True),
     ]
     _draw_table(columns, cells, console, [STYLES[FITS] if _fits(row) else STYLES[DOES_NOT_FIT] for row in found.rows])
     accumulation = found.rows[0].candidate.get("gradient_accumulation_steps")
@@ -190,10 +204,12 @@ def _draw_largest(found: Forecasts, unit: str, console: Console) -> None:
     for line in fold_parts([f"accumulation {accumulation}", *same], console.width, first="the same for all: "):
         print_line(console, line, "dim")
     budget = format_bytes(found.rows[0].budget_bytes, unit)
-    print_folded(console, f"largest batch: fits {budget} also where the true peak is {ABOVE - 1:.0%} above the predicted one")
+    print_folded(
+        console, f"largest batch: fits {budget} also where the true peak is {ABOVE - 1:.0%} above the predicted one"
+    )
     if not all(_fits(row) for row in found.rows):
         print_folded(console, "none: one row does not fit either; the peak is that of one row")
-    print_folded(console, f"~rows/s {ORDER_ONLY}")
+    print_folded(console, f"rows/s {ORDER_ONLY}")
     if len({row.candidate["optim"] for row in found.rows}) > 1:
         print_folded(console, "another optimizer than yours is another training")
 
@@ -223,7 +239,7 @@ def _draw_gpus(found: Forecasts, unit: str, console: Console) -> None:
         Column("batch", right=True),
         Column("peak", right=True),
         Column("verdict"),
-        Column("~rows/s", right=True),
+        Column("rows/s", right=True),
     ]
     answers = [row.verdict.answer if row.verdict else DOES_NOT_FIT for row in found.rows]
     _draw_table(columns, cells, console, [STYLES[answer] for answer in answers])
@@ -232,10 +248,13 @@ def _draw_gpus(found: Forecasts, unit: str, console: Console) -> None:
     same = [f"{name} {text}" for name, text in knob_texts(first).items() if name not in shown]
     for line in fold_parts(same, console.width, first="the same for all: "):
         print_line(console, line, "dim")
-    print_folded(console, "batch: per-device batch × accumulation; their product is held, and the fastest that fits is shown")
+    print_folded(
+        console,
+        "batch: per-device batch × accumulation; their product is held. Shown is the fastest that fits in 16 bits, else in 32",
+    )
     if any(answer != FITS for answer in answers):
         print_folded(console, "where nothing fits, the smallest peak is shown")
-    print_folded(console, f"~rows/s {ORDER_ONLY}")
+    print_folded(console, f"rows/s {ORDER_ONLY}")
 
 
 def _fits(row: Forecast) -> bool:

@@ -18,7 +18,8 @@ from autofit.report.labels import knob_texts, plain
 from autofit.report.terminal import task_parts
 from autofit.units import format_bytes
 
-POINTS = 700
+POINTS, LOOKED_AT = 700, 6000  # drawn at most, of those that are looked at
+STILL = 200  # points in which nothing moves and which are drawn as one
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1000, 460, 84, 16, 34, 34
 BUDGET_IN_SCALE = 1.6  # times the peak: a budget beyond that is told and not drawn, or it would flatten all else
 # Category -> colour, from the bottom up: hues of Okabe and Ito's palette, told apart with every kind of colour vision.
@@ -70,12 +71,12 @@ def draw_memory(found: Forecasts, unit: str) -> str:
     """The page for the one candidate of `found`, sizes in the family of `unit`. Raises ValueError where there is no trace."""
     if found.trace is None:
         raise ValueError(f"an answer of kind {found.kind} has no trace to draw")
-    row, line = found.rows[0], timeline(found.trace, POINTS)
+    row, line = found.rows[0], _moving(timeline(found.trace, LOOKED_AT))
     names = sorted(line.category_bytes, key=_place_of)
     title = f"Predicted memory of {' · '.join(task_parts(found.task)[:2])} on {row.label}"
     settings = " · ".join(f"{name} {text}" for name, text in knob_texts(row.candidate).items())
     process = row.prediction.peak_bytes
-    xs = _positions(line)
+    xs = [round(LEFT + (WIDTH - LEFT - RIGHT) * n / max(len(line.events) - 1, 1), 1) for n in range(len(line.events))]
     parts = [
         f"<h1>{_escape(title)}</h1>",
         f'<p class="predicted">{_escape(provenance(found))}</p>',
@@ -83,24 +84,55 @@ def draw_memory(found: Forecasts, unit: str) -> str:
         f'<p class="soft">{_escape(settings)}</p>',
         _svg(line, names, xs, row.budget_bytes, process, unit),
         _table(line, names, unit),
-        '<p class="soft">Each point of the picture is the highest of a stretch of allocations and frees, in the order in which '
-        "they happen: not on a scale of time. Areas are live tensors as they were asked for. "
-        f"The process holds more: what the allocator rounds and caches, and {_escape(format_bytes(row.target.context_bytes, unit))} "
-        "of CUDA context.</p>"
-        if row.target.device.kind == "cuda"
-        else '<p class="soft">Each point is the highest of a stretch of allocations and frees, in order: not on a scale of time.</p>',
+        f'<p class="soft">{_escape(_reading(row.target.device.kind, format_bytes(row.target.context_bytes, unit)))}</p>',
         _script(line, names, xs, unit),
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{_escape(title)}</title><style>{STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
+        f"<title>{_escape(title)}</title><style>{STYLE}</style></head><body>\n"
+        + "\n".join(parts)
+        + "\n</body></html>\n"
     )
 
 
-def _positions(line: Timeline) -> list[float]:
-    """x by point: the whole width for the events of the trace."""
-    last = max(int(line.events[-1]), 1) if len(line.events) else 1
-    return [round(LEFT + (WIDTH - LEFT - RIGHT) * int(event) / last, 1) for event in line.events]
+def _reading(kind: str, context: str) -> str:
+    """How the picture is to be read."""
+    text = "From left to right: allocations and frees in their order, no scale of time; stretches in which little moves are short. "
+    text += "Areas are live tensors, as they were asked for."
+    return text + (
+        f" The process holds more: what torch rounds and caches, and {context} of CUDA context."
+        if kind == "cuda"
+        else ""
+    )
+
+
+def _moving(line: Timeline) -> Timeline:
+    """The points at which something has moved since the one before, the highest, and the ends of each phase."""
+    columns = np.stack([*line.category_bytes.values()]).astype(np.float64)
+    peak, highest, share = max(int(line.total_bytes.max()), 1), int(line.total_bytes.argmax()), 0.001
+    ends = {n for n in range(len(line.phases) - 1) if line.phases[n] != line.phases[n + 1]}
+    while True:
+        chosen = [0]
+        for n in range(1, len(line.phases)):
+            moved = np.abs(columns[:, n] - columns[:, chosen[-1]]).sum() > share * peak
+            if (
+                moved
+                or n in ends
+                or n - 1 in ends
+                or n == highest
+                or n - chosen[-1] >= STILL
+                or n == len(line.phases) - 1
+            ):
+                chosen.append(n)
+        if len(chosen) <= POINTS or share > 0.5:
+            break
+        share *= 1.5
+    return Timeline(
+        events=line.events[chosen],
+        phases=tuple(line.phases[n] for n in chosen),
+        total_bytes=line.total_bytes[chosen],
+        category_bytes={name: sizes[chosen] for name, sizes in line.category_bytes.items()},
+    )
 
 
 def _svg(line: Timeline, names: Sequence[str], xs: list[float], budget: int, process: int | None, unit: str) -> str:
@@ -122,7 +154,9 @@ def _svg(line: Timeline, names: Sequence[str], xs: list[float], budget: int, pro
         above = below + line.category_bytes[name]
         outline = [f"{x},{y(size)}" for x, size in zip(xs, above.tolist(), strict=True)]
         outline += [f"{x},{y(size)}" for x, size in zip(reversed(xs), reversed(below.tolist()), strict=True)]
-        parts.append(f'<polygon fill="{_colour(name)}" points="{" ".join(outline)}"><title>{_escape(name)}</title></polygon>')
+        parts.append(
+            f'<polygon fill="{_colour(name)}" points="{" ".join(outline)}"><title>{_escape(name)}</title></polygon>'
+        )
         below = above
     if process is not None:
         parts += _level("process", y(process), f"peak of the process {format_bytes(process, unit)}", "")
@@ -142,7 +176,7 @@ def _bands(line: Timeline, xs: list[float]) -> list[str]:
         if n < last and line.phases[n + 1] == line.phases[start]:
             continue
         left, right = xs[start], xs[min(n + 1, last)]
-        if start % 2 == 0 or start:
+        if start:
             parts.append(f'<line class="edge" x1="{left}" x2="{left}" y1="{TOP}" y2="{HEIGHT - BOTTOM + 18}"/>')
         middle = (left + right) / 2
         anchor, at = ("middle", middle) if right - left > 60 else ("start", left + 3)

@@ -13,7 +13,7 @@ import msgspec
 
 from autofit.harness.worker import REQUEST_FILE
 from autofit.knobs import KNOBS, Space
-from autofit.prediction import LAUNCH_ROWS, Predictor
+from autofit.prediction import LAUNCH_ROWS, Predictor, ShadowRuns
 from autofit.probe_folder import REPLY_FILE
 from autofit.records import (
     Budget,
@@ -30,6 +30,7 @@ from autofit.records import (
 )
 from autofit.study.planner import EvaluatePlan, TrainPlan
 
+SHADOW_SECONDS = 30.0  # for shadow runs of a plan
 CONFIRM_PROBES = 4  # the winner and the user's settings, twice each
 WINDOWS = 2  # timed windows of a probe, of `Schedule.timed_seconds` each where steps are short
 ROWS = 64  # of a made-up window; its time alone says something
@@ -38,13 +39,14 @@ VALUE_BYTES = 4  # of a logit as the evaluation loop gathers it
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """One probe of a plan. Both figures are estimates by formula."""
+    """One probe of a plan. Both figures are predicted: by shadow runs where `traced`, else by formula."""
 
     candidate: Candidate
     purpose: str  # baseline, train or evaluate
     why: str
     train_bytes: int  # peak of training
     relative_seconds: float  # per row of training, those of the user's own settings being 1
+    traced: bool = False
 
 
 def plan_steps(
@@ -54,9 +56,13 @@ def plan_steps(
     budget: Budget,
     history: Iterable[Measurement],
     most: int,
+    shadows: ShadowRuns | None = None,
 ) -> list[PlannedStep]:
-    """The probes that a search would go on with after `history`, up to `most` of them, in order."""
-    return _Outlook(space, description, machine, budget, list(history), most).steps()
+    """The probes that a search would go on with after `history`, up to `most` of them, in order.
+
+    With `shadows` a plan makes shadow runs, for as long as a search would before its first probe has ended.
+    """
+    return _Outlook(space, description, machine, budget, list(history), most, shadows).steps()
 
 
 def plan_seconds(
@@ -94,10 +100,12 @@ class _Outlook:
         budget: Budget,
         history: list[Measurement],
         most: int,
+        shadows: ShadowRuns | None,
     ) -> None:
         self._space, self._description, self._machine, self._budget = space, description, machine, budget
         self._history, self._most = history, most
-        self._predictor = Predictor(description, machine.device)
+        self._predictor = Predictor(description, machine.device, shadows)
+        self._predictor.trace(space.baseline, SHADOW_SECONDS)
         for m in history:
             self._predictor.learn(m)
         self._own_seconds = self._predictor.seconds_per_row(space.baseline)
@@ -124,9 +132,12 @@ class _Outlook:
 
     def _follow(self, plan: TrainPlan | EvaluatePlan, in_code: bool, most: int) -> None:
         while (step := plan.next(self._history, in_code)) is not None and len(self._steps) < most:
+            if self._predictor.trace(step.candidate, SHADOW_SECONDS):
+                continue  # what is known now may speak for another candidate
             held = self._predictor.train_bytes(step.candidate)
             relative = self._predictor.seconds_per_row(step.candidate) / self._own_seconds
-            self._steps.append(PlannedStep(step.candidate, step.purpose, step.why, held, relative))
+            traced = self._predictor.prediction(step.candidate) is not None
+            self._steps.append(PlannedStep(step.candidate, step.purpose, step.why, held, relative, traced))
             self._history.append(self._predict(step.candidate, step.purpose, held, relative))
 
     def _predict(self, candidate: Candidate, purpose: str, held: int, relative: float) -> Measurement:
@@ -141,7 +152,8 @@ class _Outlook:
         if not (evaluates and self._description.eval_rows):
             return Measurement(outcome=Outcome.FITS, phases=tuple(phases), train_speed=train_speed, **facts)
         beside = held if trains else self._description.parameter_bytes
-        growth = self._growth(candidate, beside)
+        predicted = self._predictor.prediction(candidate)
+        growth = predicted.growth if predicted is not None and predicted.growth else self._growth(candidate, beside)
         phases.append(PhaseRecord("evaluate", 0.0, process_bytes=beside))
         fits = growth.projected_process_bytes <= self._budget.device_bytes
         return Measurement(

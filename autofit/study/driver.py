@@ -100,10 +100,15 @@ class Search:
         self._directory, self._launcher, self._limits, self._listener = directory, launcher, limits, listener
         self._began = began
         self._shadows = ShadowRuns(
-            task, description, make_target(machine=machine), launcher, directory.path / "shadows", machine.versions
+            task,
+            description,
+            make_target(machine=machine),
+            launcher,
+            directory.path / "shadows",
+            machine.versions,
+            on_run=self._before_shadow_run,
         )
         self._predictor = Predictor(description, machine.device, self._shadows)
-        self._shadow_seconds, self._untraceable = 0.0, False
         self._mirror = Mirror(directory.path / "study.db", space, self.history(), budget, listener.said)
         self._repeats = 0
         self._said_limit = False
@@ -190,23 +195,20 @@ class Search:
         They never run beside a probe. Where probes are short they are not worth their time, so they may take a share of
         what probes have taken so far.
         """
-        if self._untraceable or self._shadows.is_known(candidate) or self._shadows.has_failed(candidate):
-            return False
-        allowed = SHADOW_SECONDS + SHADOW_SHARE * sum(m.seconds for m in self.history())
-        if self._shadow_seconds > allowed:
-            return False
+        had_failed = self._predictor.untraceable
+        most = SHADOW_SECONDS + SHADOW_SHARE * sum(m.seconds for m in self.history())
+        traced = self._predictor.trace(candidate, most)
+        failure = self._predictor.untraceable
+        if failure is not None and had_failed is None:
+            self.say(
+                f"no shadow runs: {failure.phase} cannot be traced ({failure.kind}: {failure.message}); estimates are by formula"
+            )
+        return traced
+
+    def _before_shadow_run(self, _: str) -> None:
+        """Import once what fake tensors bring along; again after that costs nothing."""
         if self._description.forkable:
             self._launcher.warm((*FIRST_IMPORTS, *SHADOW_IMPORTS))
-        began = time.monotonic()
-        prediction = self._shadows.predict(candidate)
-        self._shadow_seconds += time.monotonic() - began
-        if prediction.failure is not None and candidate == self.space.baseline:
-            self._untraceable = True
-            self.say(
-                f"no shadow runs: {prediction.failure.phase} cannot be traced ({prediction.failure.kind}: "
-                f"{prediction.failure.message}); estimates are by formula"
-            )
-        return prediction.failure is None
 
     def run_evaluate(self, chosen: Candidate, in_code: bool) -> Candidate | None:
         """Probe evaluation candidates on top of `chosen`. Returns the best that fits; None when none does."""

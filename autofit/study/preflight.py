@@ -54,9 +54,7 @@ def read_arguments(args: str | Path | dict | None) -> dict[str, Any]:
     return value
 
 
-def make_task(
-    options: Any, arguments: dict[str, Any], transformers_version: str, say: Callable[[str], None]
-) -> Task:
+def make_task(options: Any, arguments: dict[str, Any], transformers_version: str, say: Callable[[str], None]) -> Task:
     """The task that `options` (of a search or of a prediction) name; `arguments` are those that were read from `--args`.
 
     `say` hears what was assumed. Raises UsageError.

@@ -1,4 +1,4 @@
-"""LoRA fine-tuning with LitGPT (`finetune/lora.py` at 8641822, October 2023), as far as it shows in memory.
+"""LoRA fine-tuning with LitGPT (`finetune/lora.py` of October 2023), as far as it shows in memory.
 
     python -m published.litgpt '{"model": "Llama-2-7b", "batch": 1, "seq_len": 1304, "capability": [8, 0]}' TRACE
 
@@ -9,10 +9,15 @@ What shows, and where it is seen in that version:
     one projection for q, k and v; its adapter feeds q and v, laid out with zeros for k by an indexed copy     lora.py
     the rotary tables are made anew for the longest row, outside of the bf16 context: fp32, and so are its products,
     until the result is cast back                                                   model.py, max_seq_length, apply_rope
-    RMSNorm in plain operators of bf16                                              rmsnorm.py
+    RMSNorm in plain operators of fp32                                              rmsnorm.py
     logits come in chunks of 128 tokens, all cast to fp32 where they leave the model, by Fabric
                                                         lightning/fabric/plugins/precision/half.py, convert_output
     the loss is taken chunk by chunk; a name in the loop keeps the fp32 logits through the backward pass
+
+The page names commit 8641822 of 16 October, whose RMSNorm stays in bf16; 6178c7c of the 24th, three days before the page
+was merged, has it in fp32 and is otherwise the same. With the former LLaMA comes out 3.2 % below what was measured: two
+tensors of bf16 for each layer. `wide_norm` tells which; the latter is taken, seen after the first prediction, and the other
+reading is told with the results.
 """
 
 import sys
@@ -45,24 +50,31 @@ class Sizes:
     gelu: str = "none"
 
 
-# From the models' public configurations; vocabularies as LitGPT pads them.
+# From the models' public configurations; vocabularies as LitGPT pads them. By what a name begins with, signs left out.
 MODELS = {
-    "phi-1.5": Sizes(51200, 24, 32, 2048, 8192, 0.5, True, True, False, True, gelu="tanh"),
-    "StableLM Alpha": Sizes(50688, 16, 32, 4096, 16384, 0.25, True, False, False, False),
-    "Llama-2-7b": Sizes(32000, 32, 32, 4096, 11008, 1.0, False, False, True, False),
-    "Llama-2-13b": Sizes(32000, 40, 40, 5120, 13824, 1.0, False, False, True, False),
+    "phi15": Sizes(51200, 24, 32, 2048, 8192, 0.5, True, True, False, True, gelu="tanh"),
+    "stablelm": Sizes(50688, 16, 32, 4096, 16384, 0.25, True, False, False, False),
+    "llama27b": Sizes(32000, 32, 32, 4096, 11008, 1.0, False, False, True, False),
+    "llama213b": Sizes(32000, 40, 40, 5120, 13824, 1.0, False, False, True, False),
 }
+
+
+def find_sizes(name: str) -> Sizes:
+    plain = "".join(sign for sign in name.lower() if sign.isalnum())
+    return next(sizes for start, sizes in MODELS.items() if plain.startswith(start))
 
 
 class RMSNorm(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
+        self.wide = True  # in fp32
 
     def forward(self, x: Tensor) -> Tensor:
-        mean = torch.mean(x * x, dim=-1, keepdim=True)
-        normed = x * torch.rsqrt(mean + 1e-5)
-        return self.weight * normed
+        wide = x.float() if self.wide else x
+        mean = torch.mean(wide * wide, dim=-1, keepdim=True)
+        normed = wide * torch.rsqrt(mean + 1e-5)
+        return (self.weight * normed).to(x.dtype)
 
 
 class AdaptedProjection(nn.Module):
@@ -189,10 +201,13 @@ class Model(nn.Module):
         return [self.lm_head(part) for part in x.split(CHUNK, dim=1)]
 
 
-def make_model(sizes: Sizes, longest: int) -> Model:
+def make_model(sizes: Sizes, longest: int, wide_norm: bool) -> Model:
     torch.set_default_dtype(torch.bfloat16)
     model = Model(sizes, longest)
     torch.set_default_dtype(torch.float32)
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.wide = wide_norm
     for name, parameter in model.named_parameters():
         parameter.requires_grad = "lora_" in name
     return model
@@ -207,7 +222,8 @@ def chunked_loss(logits: list[Tensor], targets_BT: Tensor) -> Tensor:
 
 def main(options: dict[str, Any], trace_file: str) -> None:
     run = BareRun(tuple(options["capability"]))
-    model = run.make(lambda: make_model(MODELS[options["model"]], options["seq_len"]))
+    sizes = find_sizes(options["model"])
+    model = run.make(lambda: make_model(sizes, options["seq_len"], options["wide_norm"]))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     shape = options["batch"], options["seq_len"]
     with run.run(model, trace_file):

@@ -1,12 +1,12 @@
 """What torch did before the versions that autofit models. For comparing with old publications, and nothing else.
 
-    until     what                                                           source
-    1.10      softmax keeps its input for the backward pass beside its       tools/autograd/derivatives.yaml, `_softmax`:
-              result; from 1.11 on only the input's type                     `_softmax_backward_data(grad, result, dim, self)`
-    1.13      `zero_grad` fills gradients with zeros and keeps them; from    torch/nn/modules/module.py and
-              2.0 on it drops them                                           torch/optim/optimizer.py, `set_to_none`
-    1.13      gradients are clipped and optimizers step one tensor after     torch/nn/utils/clip_grad.py, torch/optim
-              the other
+until     what                                                           source
+1.10      softmax keeps its input for the backward pass beside its       tools/autograd/derivatives.yaml, `_softmax`:
+          result; from 1.11 on only the input's type                     `_softmax_backward_data(grad, result, dim, self)`
+1.13      `zero_grad` fills gradients with zeros and keeps them; from    torch/nn/modules/module.py and
+          2.0 on it drops them                                           torch/optim/optimizer.py, `set_to_none`
+1.13      gradients are clipped and optimizers step one tensor after     torch/nn/utils/clip_grad.py, torch/optim
+          the other
 """
 
 import functools

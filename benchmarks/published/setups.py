@@ -14,7 +14,7 @@ MIB = 2**20
 ROWS_FILE = Path(__file__).resolve().parent.parent / "data" / "memory_rows.csv"
 
 # What a metric counts of a run: torch's own tensors, the segments of its allocator, or those and the context.
-ALLOCATED, RESERVED, PROCESS, LIVE, FITS = "allocated", "reserved", "process", "live", "fits"
+ALLOCATED, RESERVED, PROCESS, FITS = "allocated", "reserved", "process", "fits"
 COUNTERS = {
     "torch_max_allocated": ALLOCATED,
     "torch_max_reserved": RESERVED,
@@ -22,10 +22,11 @@ COUNTERS = {
     "torch_peak_active": ALLOCATED,  # blocks in use, those that a stream has yet to release included
     "weights_allocated": ALLOCATED,
     "fits": FITS,
+    "oom": FITS,
 }
 
-# Who takes cuBLAS workspaces. torch's allocator since 1.13; before, and on ROCm at least until torch 2.2, the library takes
-# them from the driver by itself, as large (aten/src/ATen/cuda/CublasHandlePool.cpp), so that NVML counts them and torch not.
+# Who takes cuBLAS workspaces: torch's allocator from 1.13 on (pytorch/pytorch#83461), on ROCm from 2.6 on (#138791). Before,
+# the library takes as much from the driver by itself, so that NVML counts it and torch's counters do not.
 ALLOCATOR, DRIVER = "allocator", "driver"
 
 
@@ -68,6 +69,10 @@ class Setup:
     cap_mib: float | None = None  # of torch's own memory
     workspaces: str = ALLOCATOR  # who takes cuBLAS workspaces
     unclear: str = ""  # why the source does not say enough; empty: it does
+    other: dict[str, Any] = field(
+        default_factory=dict
+    )  # options of another reading of the source, told beside the first
+    other_reading: str = ""
 
 
 def read_rows(path: Path = ROWS_FILE) -> list[Row]:
@@ -102,7 +107,7 @@ def _trainer_page(row: Row) -> Setup:
     v100 = {"capability": (7, 0), "context_mib": V100_CONTEXT_MIB, "cap_mib": V100_TOTAL_MIB - V100_CONTEXT_MIB}
     v100["workspaces"] = DRIVER
     if row.task == "model load only":
-        return Setup("forward", {"config": row.model, "head": "text-classification", "forward": False}, **v100)
+        return Setup("forward", {"model": row.model, "head": "text-classification", "forward": False}, **v100)
     options = {
         "era": "2022",
         "model": row.model,
@@ -115,30 +120,57 @@ def _trainer_page(row: Row) -> Setup:
         "reentrant": True,  # torch had no other way
         "columns": [],
         "own_adamw": row.optimizer.startswith("adamw_hf"),
-        "optim": "adafactor" if "adafactor" in row.optimizer.lower() else "adamw_torch",
+        "optim": _optim(row.optimizer),
     }
     return Setup("trainer", options, **v100)
+
+
+def _optim(text: str) -> str:
+    """What `TrainingArguments.optim` calls an optimizer of the file."""
+    if "8bit" in text or "8-bit" in text:
+        return "adamw_bnb_8bit"
+    return "adafactor" if "adafactor" in text.lower() else "adamw_torch"
 
 
 # ---- optimum-benchmark's training scenario: a Trainer on ROCm, 2024 ----
 
 
+_TASKS = {  # as the file abbreviates them -> as optimum-benchmark names them
+    "fill-mask": "fill-mask",
+    "text-cls": "text-classification",
+    "text-classification": "text-classification",
+    "token": "token-classification",
+    "question": "question-answering",
+    "text-gen": "text-generation",
+    "image": "image-classification",
+}
+
+
 def _optimum(row: Row) -> Setup:
+    """Rows are as optimum_benchmark/generators makes them: a mask of ones, and token types where the model takes them."""
+    task = next((name for text, name in _TASKS.items() if text in row.task), None)
+    workspaces = DRIVER if "ROCm" in row.gpu else ALLOCATOR
+    if task is None:
+        return Setup(None, unclear=f"there is no program for {row.task}")
+    if "train" not in row.task:
+        sizes = {"batch": row.batch, "seq_len": row.seq_len, "with_mask": True}
+        return Setup("forward", {"model": row.model, "head": task, "forward": True, **sizes}, workspaces=workspaces)
+    has_types = "/bert-" in row.model
     options = {
         "era": "2024",
         "model": row.model,
-        "task": "fill-mask" if "fill-mask" in row.task else "text-classification",
+        "task": task,
         "seq_len": row.seq_len,
         "batch": row.batch,
         "accumulation": row.grad_accum or 1,
         "amp": "amp" in row.precision or "mixed" in row.precision,
-        "checkpointing": False,
+        "checkpointing": row.grad_ckpt.startswith("yes"),
         "reentrant": True,
-        "columns": ["attention_mask", *(["token_type_ids"] if "roberta" not in row.model else [])],
+        "columns": ["attention_mask", *(["token_type_ids"] if has_types else [])],
         "own_adamw": False,
-        "optim": "adamw_torch",
+        "optim": _optim(row.optimizer),
     }
-    return Setup("trainer", options, workspaces=DRIVER if "ROCm" in row.gpu else ALLOCATOR)
+    return Setup("trainer", options, workspaces=workspaces)
 
 
 # ---- transformers' own benchmark of inference: TITAN RTX, 2020 ----
@@ -147,7 +179,7 @@ def _optimum(row: Row) -> Setup:
 def _inference(row: Row) -> Setup:
     hidden = re.fullmatch(r"BertConfig\(hidden_size=(\d+)\)", row.model)
     options = {
-        "config": {"hidden_size": int(hidden.group(1))} if hidden else row.model,
+        "model": {"hidden_size": int(hidden.group(1))} if hidden else row.model,
         "head": None,
         "forward": True,
         "old_attention": True,
@@ -165,7 +197,7 @@ def _inference(row: Row) -> Setup:
 
 
 def _accelerate(row: Row) -> Setup:
-    return Setup("forward", {"config": row.model, "head": None, "forward": False})
+    return Setup("forward", {"model": row.model, "head": None, "forward": False})
 
 
 # ---- LitGPT's resource tables: LoRA on an A100, October 2023 ----
@@ -175,8 +207,10 @@ def _litgpt(row: Row) -> Setup:
     quantized = "nf4" in row.precision or "int8" in row.precision
     return Setup(
         None if quantized else "litgpt",
-        {"model": row.model.partition(" (")[0], "batch": row.batch, "seq_len": row.seq_len},
+        {"model": row.model, "batch": row.batch, "seq_len": row.seq_len, "wide_norm": True},
         unclear="weights of 4 or 8 bits are not modelled" if quantized else "",
+        other={"wide_norm": False} if "llama" in row.model.lower() else {},
+        other_reading="RMSNorm in bf16, as at the commit that the page names; that of a week later is taken",
     )
 
 

@@ -12,37 +12,40 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import (
-    AutoConfig,
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-    Trainer,
-    TrainingArguments,
-    default_data_collator,
-)
+from transformers import PretrainedConfig, Trainer, TrainingArguments, default_data_collator
 
-from autofit.catalog import find_model
 from autofit.trainer_args import installed_name
 from published import old_torch, old_transformers
+from published._models import HEADS, config_of
 
-HEADS = {"text-classification": AutoModelForSequenceClassification, "fill-mask": AutoModelForMaskedLM}
 ROWS = 512
 
 
 class Rows(Dataset):
-    """Random tokens; `columns` beyond input_ids and labels are those that the source's rows have."""
+    """Random rows; `columns` beyond inputs and labels are those that the source's rows have."""
 
-    def __init__(self, task: str, seq_len: int, vocabulary: int, columns: list[str]) -> None:
-        self._task, self._seq_len, self._vocabulary, self._columns = task, seq_len, vocabulary, columns
+    def __init__(self, task: str, seq_len: int | None, config: PretrainedConfig, columns: list[str]) -> None:
+        self._task, self._seq_len, self._config, self._columns = task, seq_len, config, columns
 
     def __len__(self) -> int:
         return ROWS
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(100, self._vocabulary, (self._seq_len,))
-        row = {"input_ids": tokens, "labels": tokens.clone() if self._task == "fill-mask" else torch.tensor(0)}
+        if self._task == "image-classification":
+            side = self._config.image_size
+            return {"pixel_values": torch.zeros(self._config.num_channels, side, side), "labels": torch.tensor(0)}
+        tokens = torch.randint(100, self._config.vocab_size, (self._seq_len,))
         made = {"attention_mask": torch.ones_like(tokens), "token_type_ids": torch.zeros_like(tokens)}
-        return row | {name: made[name] for name in self._columns}
+        return {"input_ids": tokens, **{name: made[name] for name in self._columns}, **self._labels(tokens)}
+
+    def _labels(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self._task in ("fill-mask", "text-generation"):
+            return {"labels": tokens.clone()}
+        if self._task == "token-classification":
+            return {"labels": torch.zeros_like(tokens)}
+        if self._task == "question-answering":
+            return {name: torch.tensor(0) for name in ("start_positions", "end_positions")}
+        return {"labels": torch.tensor(0)}
 
 
 def arguments_of(options: dict[str, Any]) -> TrainingArguments:
@@ -63,8 +66,7 @@ def arguments_of(options: dict[str, Any]) -> TrainingArguments:
 
 
 def main(options: dict[str, Any]) -> None:
-    found = find_model(options["model"]).config
-    config = AutoConfig.for_model(found["model_type"], **{k: v for k, v in found.items() if k != "model_type"})
+    config = config_of(options["model"])
     if options["era"] == "2022":
         old_torch.keep_gradients()
         old_torch.clip_one_by_one()
@@ -74,7 +76,7 @@ def main(options: dict[str, Any]) -> None:
     own = {}
     if options["own_adamw"]:
         own["optimizer_cls_and_kwargs"] = (old_transformers.AdamW, {})
-    rows = Rows(options["task"], options["seq_len"], config.vocab_size, options["columns"])
+    rows = Rows(options["task"], options["seq_len"], config, options["columns"])
     trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=default_data_collator, **own)
     trainer.train()
 

@@ -102,7 +102,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "deit": {"architectures": ["DeiTForImageClassification"]},
     "levit": {"architectures": ["LevitForImageClassification"]},
     "efficientnet": {"hidden_dim": None, "image_size": 128, "num_block_repeats": [1] * 7},
-    "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
+    "dpt": {"image_size": 96, "num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
     "upernet": {"backbone_config": {"out_features": ["stage1", "stage2", "stage3", "stage4"]}},
     "rt_detr": {"backbone_config": {"out_features": ["stage2", "stage3", "stage4"]}},
     "conditional_detr": {"backbone_config": None, "use_timm_backbone": False},

@@ -10,10 +10,16 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autofit.harness.shadow.semantics.answers import answer
 from autofit.harness.take_hold import when_imported
+
+# Enough for depths, grids and offsets, and for masks that detectors make for each row of a batch. Whether a tensor that
+# grows with the batch is known never changes what is allocated, but for selections by it: true sizes, else upper bounds.
+KNOWN_ELEMENTS = 4096
+KNOWN_PER_ROW = 8  # height, width and frames of an image, corners of a box; tokens and labels of tokens are more
 
 
 class Answering(TorchDispatchMode):
@@ -25,12 +31,56 @@ class Answering(TorchDispatchMode):
         return func(*args, **kwargs) if given is NotImplemented else given
 
 
+class KnowingMode(FakeTensorMode):
+    """Knows the values of small tensors that come from code, such as the depths of a model's stages.
+
+    Code reads such tensors to decide on shapes (`torch.tensor(depths).cumsum(0).tolist()`), or to leave something out
+    (`torch.linspace(0, rate, depth)[i].item() > 0`). Torch carries the values of single numbers through every operator
+    whose inputs are all known; here of up to `KNOWN_ELEMENTS`, and of what factories make. Values of model and data stay
+    unknown.
+    """
+
+    _FACTORIES = frozenset(
+        getattr(getattr(torch.ops.aten, name), overload)
+        for name, overload in (
+            ("arange", "default"),
+            ("arange", "start"),
+            ("arange", "start_step"),
+            ("linspace", "default"),
+            ("zeros", "default"),
+            ("ones", "default"),
+            ("full", "default"),
+            ("scalar_tensor", "default"),
+        )
+    )
+
+    def __init__(self) -> None:
+        # Real tensors that user code brings along (class weights, constants) are taken for fakes of the same shape.
+        super().__init__(allow_non_fake_inputs=True)
+
+    def may_turn_const(self, t: torch.Tensor) -> bool:
+        """Which results torch's own propagation keeps; without the override single numbers."""
+        return t.numel() <= KNOWN_ELEMENTS and type(t) is torch.Tensor and t.device.type == "cpu" and not t.is_sparse
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = super().dispatch(func, types, args, kwargs)
+        if func not in self._FACTORIES or made.numel() > KNOWN_ELEMENTS:
+            return made
+        with no_dispatch():
+            real = func(*args, **kwargs)
+        return self.know(real) if self.may_turn_const(real) else made
+
+    def know(self, real: torch.Tensor) -> FakeTensor:
+        """A fake whose values are those of `real`, which is its own from now on."""
+        return self.fake_tensor_converter.from_real_tensor(self, real, make_constant=True)
+
+
 class FakeTensors:
     """One mode for the whole child: tensors of two modes cannot meet."""
 
     def __init__(self) -> None:
-        # Real tensors that user code brings along (class weights, constants) are taken for fakes of the same shape.
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = KnowingMode()
 
     def install(self) -> None:
         """Have transformers make models from configurations without weights, and let them be moved and converted.
@@ -63,15 +113,19 @@ class FakeTensors:
     def convert_batch(self, batch: Any, seen: Callable[[str, torch.Tensor, torch.Tensor], None]) -> Any:
         """The batch with a fake in place of each tensor, whatever its nesting; `seen(name, real, fake)` hears of each.
 
-        Only the shape and storage of each are kept: views of one storage become tensors of their own.
+        Only the shape and storage of each are kept: views of one storage become tensors of their own. Whole numbers that are
+        few in each row, such as the sizes of images, keep their values: code makes shapes of them.
         """
         return self._convert("", batch, seen)
+
+    def _fake(self, value: torch.Tensor) -> FakeTensor:
+        return self.mode.from_tensor(value.detach().contiguous())
 
     def _convert(self, name: str, value: Any, seen: Callable[[str, torch.Tensor, torch.Tensor], None]) -> Any:
         if isinstance(value, torch.Tensor):
             if isinstance(value, FakeTensor):
                 return value
-            fake = self.mode.from_tensor(value.detach().contiguous())
+            fake = self.mode.know(value.detach().clone()) if _is_small(value) else self._fake(value)
             seen(name, value, fake)
             return fake
         if isinstance(value, Mapping):
@@ -101,6 +155,12 @@ class FakeTensors:
             yield
         finally:
             loader.__iter__ = original
+
+
+def _is_small(value: torch.Tensor) -> bool:
+    rows = value.shape[0] if value.dim() else 1
+    is_whole = not value.is_floating_point() and not value.is_complex()
+    return is_whole and value.numel() <= min(KNOWN_ELEMENTS, KNOWN_PER_ROW * rows)
 
 
 def _apply(module: torch.nn.Module, fn: Callable, recurse: bool, done: dict[int, torch.Tensor]) -> torch.nn.Module:

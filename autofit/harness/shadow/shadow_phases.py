@@ -18,6 +18,7 @@ from autofit.harness.evaluation import tensors_in
 from autofit.harness.phases import STEP, STOP, Phases
 from autofit.harness.shadow.ledger import ACTIVATIONS, EVALUATION, GRADIENTS, OPTIMIZER, TEMPORARIES
 from autofit.harness.shadow.meter import ShadowMeter
+from autofit.harness.shadow.semantics.ddp import bucket_bytes
 from autofit.harness.shadow.semantics.masks import remember_full, remember_packed
 
 STEPS = 2  # optimizer state appears in the first; the second is as high as any later one
@@ -58,6 +59,9 @@ class ShadowPhases(Phases):
     def begin_training(self, load_began: float, budget_bytes: int | None) -> None:
         super().begin_training(load_began, budget_bytes)
         self._ledger.begin_phase("train")
+        if self._meter.device.processes > 1:
+            for size in bucket_bytes(self._trainer.model.parameters()):
+                self._ledger.add_bytes(size, GRADIENTS)
 
     # ---- telling the ledger ----
 

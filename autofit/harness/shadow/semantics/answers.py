@@ -13,14 +13,20 @@ Whoever runs a model on fake tensors asks here first; NotImplemented means that 
     unique_dim                                   every slice is another
     repeat_interleave(repeats)                   `output_size`, where it is given; else each index once
     bincount                                     `minlength`, or one bin where that is 0
+    isnan, isinf                                 False throughout
+    _is_all_true (`torch._check_tensor_all`)     True: what code asserts of its inputs holds
+    _ctc_loss                                    the longest target is as long as targets are wide
+    _grouped_mm                                  of any dtype, as on CUDA: sizes do not depend on where groups begin
 
 Selections are answered with all there is, so that what follows is an upper bound: exact for masks that keep everything
 (rows without padding), too much for a mask that routes each token to one of many experts. A half is neither zero, which
 would divide, nor one, whose logarithm and complement vanish; 1 is a number of steps or repeats that every loop
 survives; False skips what `if x.isnan().any()` guards.
 
-Only fake tensors are answered: a real one that came along has its values. Not answered: operators whose output depends
-on values in other ways (`_pack_padded_sequence`, `to_sparse`), which raise torch's DynamicOutputShapeException by name.
+Only fake tensors are answered whose values their mode does not know: a real one that came along has its values, and torch
+answers truly by itself where all that is given is known (small tensors that code has made; see `fake_tensors`). Not
+answered: operators whose output depends on values in other ways (`_pack_padded_sequence`, `to_sparse`), which raise torch's
+DynamicOutputShapeException by name.
 """
 
 import math
@@ -39,9 +45,18 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     To be called from a dispatch mode above a `FakeTensorMode`: results are fakes of that mode, with own storages.
     """
     known = _ANSWERS.get(func)
-    if known is None or not isinstance(args[0], FakeTensor):
+    if known is None or not isinstance(args[0], FakeTensor) or _all_known(args):
         return NotImplemented
     return known(func, *args, **kwargs)
+
+
+def _all_known(args: tuple[Any, ...]) -> bool:
+    """Whether the mode knows the values of every tensor given, so that torch itself answers with the true result."""
+    for part in args:
+        for tensor in part if isinstance(part, (list, tuple)) else (part,):
+            if isinstance(tensor, FakeTensor) and tensor.constant is None:
+                return False
+    return True
 
 
 def scalar_of(dtype: torch.dtype) -> bool | int | float | complex:
@@ -54,8 +69,6 @@ def scalar_of(dtype: torch.dtype) -> bool | int | float | complex:
 
 
 def _scalar(func: Any, tensor: FakeTensor) -> Any:
-    if tensor.constant is not None:  # what torch's own fake implementation answers with
-        return NotImplemented
     return scalar_of(tensor.dtype)
 
 
@@ -138,6 +151,59 @@ def _bincount(func: Any, tensor: torch.Tensor, weights: torch.Tensor | None = No
     return tensor.new_empty(max(minlength, 1), dtype=dtype)
 
 
+def _all_true(func: Any, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(True)
+
+
+def _ctc_loss(
+    func: Any,
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    *_: Any,
+    **__: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of each row, and log_alpha, which is kept for backward (aten/src/ATen/native/cuda/LossCTC.cu)."""
+    steps, rows = log_probs.shape[0], log_probs.shape[1] if log_probs.dim() == 3 else 1
+    # Targets that lie behind one another have been selected from rows of one width, all elements of them: see above.
+    longest = targets.shape[1] if targets.dim() == 2 else -(-targets.numel() // rows)
+    return log_probs.new_empty(rows), log_probs.new_empty((rows, steps, 2 * longest + 1))
+
+
+def _ctc_loss_backward(func: Any, grad: torch.Tensor, log_probs: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return torch.empty_like(log_probs)
+
+
+def _nowhere(func: Any, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
+
+
+def _grouped_mm(
+    func: Any,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """torch's own shape function takes bf16 alone, which is true of the fast kernel; CUDA has another for other dtypes.
+
+    Rows are as wide as a multiple of 16 bytes (aten/src/ATen/native/cuda/GroupedBlas.cpp).
+    """
+    dtype = out_dtype or left.dtype
+    if left.dim() == right.dim() == 2:  # the groups lie in the dimension that is summed over
+        shape = (offs.shape[0], left.shape[0], right.shape[1])
+    elif left.dim() == right.dim():
+        shape = (left.shape[0], left.shape[1], right.shape[2])
+    else:
+        shape = (left.shape[-2], right.shape[-1])
+    alignment = 16 // dtype.itemsize
+    width = -(-shape[-1] // alignment) * alignment
+    strides = (width, 1) if len(shape) == 2 else (shape[1] * width, width, 1)
+    return left.new_empty_strided(shape, strides, dtype=dtype)
+
+
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     _aten._local_scalar_dense.default: _scalar,
     _aten.item.default: _scalar,
@@ -152,4 +218,12 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _aten.unique_dim.default: _unique_dim,
     _aten.repeat_interleave.Tensor: _repeat_interleave,
     _aten.bincount.default: _bincount,
+    _aten._is_all_true.default: _all_true,
+    _aten.isnan.default: _nowhere,
+    _aten.isinf.default: _nowhere,
+    _aten._ctc_loss.default: _ctc_loss,
+    _aten._ctc_loss.Tensor: _ctc_loss,
+    _aten._ctc_loss_backward.default: _ctc_loss_backward,
+    _aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+    **({_aten._grouped_mm.default: _grouped_mm} if hasattr(_aten, "_grouped_mm") else {}),
 }

@@ -73,7 +73,9 @@ def run_fresh(*arguments, **settings):
 # Help
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("search", "--help"), ("predict", "--help"), ("--version",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("search", "--help"), ("predict", "--help"), ("--version",)], ids=" ".join
+)
 def test_help_is_there_at_once_and_loads_nothing_heavy(arguments):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run = run_fresh("-m", "autofit", *arguments)

@@ -450,7 +450,17 @@ def test_any_budget_has_a_verdict(real, first, budget):
 
 
 def test_the_largest_batch_fits_and_twice_of_it_does_not(real, first):
-    settings = ("--precision", "fp32", "--optim", "adamw_torch_fused", "--no-checkpointing", "--budget", "600MB")
+    settings = (
+        "--precision",
+        "fp32",
+        "--optim",
+        "adamw_torch_fused",
+        "--no-checkpointing",
+        "--budget",
+        "600MB",
+        "--logits",
+        "full",
+    )
     code, out, _ = real("--gpu", "rtx-3090", "--max-batch", "--json", *settings)
     (row,) = json.loads(out)["forecasts"]
     batch = row["values"]["per_device_train_batch_size"]
@@ -465,7 +475,9 @@ def test_all_cards_share_their_shadow_runs_and_a_damaged_one_is_made_again(real,
     assert len(kept) >= 3  # at batches 2 and 3, and the verification's
     for file in kept:
         file.write_bytes(file.read_bytes()[:50])
-    code, out, _ = real("--gpu", "all", "--precision", "fp32", "--no-checkpointing", "--effective-batch", "4")
+    code, out, _ = real(
+        "--gpu", "all", "--precision", "fp32", "--no-checkpointing", "--effective-batch", "4", "--logits", "full"
+    )
     assert code == 0 and out.count("shadow run of fp32") == 4, out  # at two batches, before and from capability 8.0 on
     for name in ("T4 16 GB", "RTX 3090", "H200"):
         assert re.search(rf"{name} .*4×1 .*fits", out)

@@ -332,3 +332,23 @@ def test_a_candidate_of_one_row_is_traced_itself(warm, described, kept):
     prediction = shadows_of(warm, described, kept).predict(candidate)
     assert prediction.failure is None
     assert prediction.source == "traced"
+
+
+def test_a_workload_without_an_evaluation_set_is_predicted_at_every_batch(warm, script, tmp_path):
+    task = script(textwrap.dedent(SCRIPT.replace("EXTRA", "pass")))
+    description = describe(task, warm._machine, warm, tmp_path / "d", lambda text: None, ShadowDevice("cpu"))
+    assert description.eval_rows is None
+    shadows = shadows_of(warm, (task, description), tmp_path / "s", make_target(find("t4")))
+    prediction = shadows.predict(baseline_of(description).but(per_device_train_batch_size=9))
+    assert prediction.failure is None
+    assert prediction.source == "rewritten"
+    assert [p.name for p in prediction.phases] == ["load", "train"]
+
+
+def test_rows_that_evaluation_looks_at_are_no_device_memory(warm, described, kept):
+    shadows = shadows_of(warm, described, kept)
+    trace, _ = shadows.trace(
+        baseline_of(described[1]).but(per_device_train_batch_size=4, gradient_accumulation_steps=1)
+    )
+    evaluating = trace.phases == trace.phase_names.index("evaluate")
+    assert evaluating.sum() < 1500  # the forward passes of four batches; the rows of the set alone were 4,000 events

@@ -25,7 +25,7 @@ from autofit.forecast.options import (
 )
 from autofit.forecast.rows import Forecast, Forecasts, rows_per_step, structure_words
 from autofit.forecast.trace_cache import TraceCache
-from autofit.harness.server import FIRST_IMPORTS
+from autofit.harness.server import FIRST_IMPORTS, SHADOW_IMPORTS
 from autofit.launch import Launcher
 from autofit.machine import read_machine
 from autofit.prediction import FITS, ShadowRuns, judge, largest_batch
@@ -118,7 +118,7 @@ class _Tracer:
     def _before_run(self, text: str) -> None:
         """After a description that was kept no server runs yet."""
         if not self._warm and self._description.forkable:
-            self._launcher.warm((*FIRST_IMPORTS, *self._description.modules))
+            self._launcher.warm((*FIRST_IMPORTS, *SHADOW_IMPORTS, *self._description.modules))
             self._warm = True
         self._say(text)
 

@@ -66,7 +66,7 @@ class CpuMeter:
 
     def __init__(self) -> None:
         self.cap = "none"
-        self._base_resident = 0
+        self._base_resident = self._base_file = 0
         self._old_limit: tuple[int, int] | None = None
 
     def attach(self, budget_bytes: int | None) -> None:
@@ -81,6 +81,7 @@ class CpuMeter:
         _trim_heap()
         status = _status_bytes()
         self._base_resident = status["VmRSS"] - weights
+        self._base_file = status.get("RssFile", 0)
         if budget_bytes is not None:
             if weights > budget_bytes:
                 raise BudgetBelowWeightsError(
@@ -110,11 +111,18 @@ class CpuMeter:
 
     def held_bytes(self) -> int:
         """Bytes in use now, in the terms of the budget."""
-        return max(_status_bytes()["VmRSS"] - self._base_resident, 0)
+        return self._above_zero("VmRSS")
 
     def held_peak(self) -> int:
         """The highest `held_bytes` since the phase began."""
-        return max(_status_bytes()["VmHWM"] - self._base_resident, 0)
+        return self._above_zero("VmHWM")
+
+    def _above_zero(self, name: str) -> int:
+        """Without what files have brought in since (kernels' code, a mapped data set): the system takes it back when it
+        has need, and the cap does not count it either."""
+        status = _status_bytes()
+        from_files = max(status.get("RssFile", 0) - self._base_file, 0)
+        return max(status[name] - self._base_resident - from_files, 0)
 
     @contextlib.contextmanager
     def live_window(self) -> Iterator[Callable[[], int | None]]:
@@ -423,11 +431,11 @@ def _trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-_STATUS_LINE = re.compile(r"^(Vm\w+):\s+(\d+) kB$", re.MULTILINE)
+_STATUS_LINE = re.compile(r"^(Vm\w+|RssFile):\s+(\d+) kB$", re.MULTILINE)
 
 
 def _status_bytes() -> dict[str, int]:
-    """VmRSS, VmHWM, VmData … of this process, in bytes."""
+    """VmRSS, VmHWM, VmData, RssFile … of this process, in bytes."""
     return {name: int(kib) * 1024 for name, kib in _STATUS_LINE.findall(Path("/proc/self/status").read_text())}
 
 

@@ -102,7 +102,7 @@ class Phases(TrainerCallback):
         trainer = self._trainer
         effective = _effective_batch(trainer)
         dataset = trainer.train_dataset = pick_training_set(trainer, self.notes)
-        plan = rows.RowPlan(dataset, self._schedule.seed)
+        plan = self._plan_rows(dataset)
         self.longest_row, self._uniform = plan.longest_row, plan.uniform
         if plan.sampled < plan.total:
             self.notes.append(f"rows: the longest of {plan.sampled} sampled from {plan.total}")
@@ -153,8 +153,9 @@ class Phases(TrainerCallback):
         self._recorder.phase = "optimizer"
         if self._watch_gradients and not self._gradient_seen:
             gradients = (p.grad for p in self._trainer.model.parameters() if p.grad is not None)
-            # `any` looks for a value that is not zero, without a copy of the gradient.
-            self._gradient_seen = any(bool((g._values() if g.is_sparse else g).any()) for g in gradients)
+            dense = (g._values() if g.is_sparse else g for g in gradients)
+            # The norm looks for a value that is not zero without a copy; `any` makes one, of a byte for each element.
+            self._gradient_seen = any(g.numel() and bool(torch.linalg.vector_norm(g, ord=math.inf)) for g in dense)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         self.measured_seconds += time.perf_counter() - self._step_began
@@ -311,7 +312,7 @@ class Phases(TrainerCallback):
             self._close("evaluate", began)
             return
         batch = trainer.args.eval_batch_size
-        plan = rows.RowPlan(dataset, self._schedule.seed)
+        plan = self._plan_rows(dataset)
         count = min(EVAL_STEPS * batch, plan.total)
         base = self._meter.held_bytes()
         began = self._open("evaluate")
@@ -336,8 +337,11 @@ class Phases(TrainerCallback):
             concatenates=trainer.args.eval_do_concat_batches,
         )
 
+    def _plan_rows(self, dataset: Any) -> rows.RowPlan:
+        return rows.RowPlan(dataset, self._schedule.seed)
+
     def _timed_evaluation(self) -> Iterator[str]:
-        plan = rows.RowPlan(self._eval_set, self._schedule.seed)
+        plan = self._plan_rows(self._eval_set)
         order = plan.typical(min(plan.total, self._eval_rows_timed))
         chosen = rows.subset(self._eval_set, plan.cycled(order, self._eval_rows_timed))
         self._phase = "evaluate"

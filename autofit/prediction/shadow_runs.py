@@ -268,13 +268,18 @@ class ShadowRuns:
             changes["precision"] = "bf16"
         traced = traced.but(changes)
         attention = candidate.get("attention")
+        arguments = arguments_of(traced, self._description.fields, "cpu")
+        if "per_device_eval_batch_size" in self._description.fields:
+            arguments["per_device_eval_batch_size"] = (
+                eval_batch  # where it is no knob, too: one batch for all of a trace
+            )
         return Request(
             probe=folder.name,
             folder=str(folder),
             task=self._task,
             device="cpu",
             schedule=Schedule(timed_steps=0, evaluate=bool(self._description.eval_rows)),
-            arguments=arguments_of(traced, self._description.fields, "cpu"),
+            arguments=arguments,
             model_kwargs={} if attention is None else {"attn_implementation": attention},
             logits=candidate.get("logits"),
             shadow=self._device_of(candidate),

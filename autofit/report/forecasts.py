@@ -41,7 +41,10 @@ def provenance(found: Forecasts) -> str:
 
 
 def _draw_head(found: Forecasts, unit: str, console: Console) -> None:
-    first, facts = found.rows[0], [("autofit", [__version__]), ("task", task_parts(found.task))]
+    first, parts = found.rows[0], task_parts(found.task)
+    if found.kind == "max-batch":
+        parts = [part for part in parts if not part.startswith("effective batch")]  # it is what is looked for
+    facts = [("autofit", [__version__]), ("task", parts)]
     if found.kind != "gpus":
         facts.append(("card", [first.label, f"budget {format_bytes(first.budget_bytes, unit)}"]))
     description = found.description

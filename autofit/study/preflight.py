@@ -11,7 +11,7 @@ from typing import Any
 
 from autofit.catalog import parse_budget
 from autofit.errors import AutofitError, DeviceError, UsageError, WorkloadError
-from autofit.harness.server import FIRST_IMPORTS
+from autofit.harness.server import FIRST_IMPORTS, SHADOW_IMPORTS
 from autofit.knobs import Space, make_space, parse_knob
 from autofit.launch import Launcher
 from autofit.machine import available_device_bytes, available_host_bytes
@@ -136,7 +136,7 @@ def describe(
     request = Request("describe", str(folder), task, machine.device, Schedule(describe_only=True), shadow=shadow)
     fork = task.script is None
     if fork:
-        launcher.warm()
+        launcher.warm(FIRST_IMPORTS if shadow is None else (*FIRST_IMPORTS, *SHADOW_IMPORTS))
         if machine.device != "cpu" and not _fresh_folder(folder, launcher.trust, request):
             say("forked children cannot use the device here, so every probe starts a fresh interpreter")
     ended = _fresh_folder(

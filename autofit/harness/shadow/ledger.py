@@ -6,6 +6,7 @@ storage has a category, and the module in whose forward pass it was made. What a
 operator is not seen.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.harness.shadow.op_cost import OpCost, cost_of
@@ -37,6 +39,37 @@ CATEGORIES = (
 )
 _CODES = {name: code for code, name in enumerate(CATEGORIES)}
 _TEMPORARIES, _LOGITS = _CODES[TEMPORARIES], _CODES[LOGITS]
+
+
+_ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+
+
+def is_in_place(held: Any, other: Any, **kwargs: Any) -> bool:
+    """Whether this sum is autograd's, of two gradients of one tensor, and would be made in the first one's memory.
+
+    Autograd adds out of place to every subclass of Tensor, and a fake tensor is one; to a plain one it adds in place when
+    it holds the last reference (`can_accumulate_inplace`, torch/csrc/autograd/input_buffer.cpp). The storage then has two
+    owners here: that tensor, and the object through which it is asked.
+    """
+    return (
+        not kwargs
+        and not torch.is_grad_enabled()
+        and torch._C._current_autograd_node() is not None
+        and isinstance(other, torch.Tensor)
+        and held.shape == other.shape
+        and held.dtype == other.dtype
+        and _asked_by_autograd()
+        and torch._C._storage_Use_Count(held.untyped_storage()._cdata) == 2
+        and is_non_overlapping_and_dense_or_false(held)
+    )
+
+
+def _asked_by_autograd() -> bool:
+    """Whether the operator that is dispatched comes from autograd's C++, not from Python code within a backward pass."""
+    frame = sys._getframe(2)  # of the mode
+    while frame is not None and frame.f_code.co_name in ("__torch_dispatch__", "_fn", "inner"):  # torch wraps it
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
 class Ledger(TorchDispatchMode):
@@ -187,6 +220,8 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is _ADD and is_in_place(*args, **kwargs):
+            func = _ADD_IN_PLACE
         given = answer(func, args, kwargs)
         outputs = func(*args, **kwargs) if given is NotImplemented else given
         cost = cost_of(func, args, kwargs, outputs)

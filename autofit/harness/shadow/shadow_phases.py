@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autofit.harness.evaluation import tensors_in
 from autofit.harness.phases import STEP, STOP, Phases
+from autofit.harness.rows import RowPlan
 from autofit.harness.shadow.ledger import ACTIVATIONS, EVALUATION, GRADIENTS, OPTIMIZER, TEMPORARIES
 from autofit.harness.shadow.meter import ShadowMeter
 from autofit.harness.shadow.semantics.ddp import bucket_bytes
@@ -185,6 +186,10 @@ class ShadowPhases(Phases):
             yield from self._worst_case_evaluation()
         self._ledger.trace(self._trace_facts()).save(self._trace_file)
         yield STOP
+
+    def _plan_rows(self, dataset: Any) -> RowPlan:
+        with _disable_current_modes():  # rows are host memory, and their lengths are real
+            return super()._plan_rows(dataset)
 
     def _trace_facts(self) -> dict[str, Any]:
         arguments = self._trainer.args

@@ -15,14 +15,36 @@ from typing import TYPE_CHECKING, Any
 from autofit import codec
 from autofit.errors import Interrupted, NothingFitsError, RunDirectoryError, UsageError
 from autofit.forecast import Forecast, Forecasts, predict
+from autofit.harness.server import FIRST_IMPORTS, SHADOW_IMPORTS
 from autofit.knobs import needs_code, parse_knob
 from autofit.launch import Launcher
 from autofit.machine import available_device_bytes, read_machine
-from autofit.records import Budget, Candidate, Choice, Description, Machine, Measurement, Outcome, Selection, Task
+from autofit.prediction import ShadowRuns, make_target
+from autofit.records import (
+    Budget,
+    Candidate,
+    Choice,
+    Description,
+    Machine,
+    Measurement,
+    Outcome,
+    Prediction,
+    Selection,
+    Task,
+)
 from autofit.report.advice import nothing_fits
 from autofit.report.outlook import CONFIRM_PROBES, PlannedStep, plan_seconds, plan_steps, reply_seconds
 from autofit.selection import front, reasons
-from autofit.store import PROVISIONAL, RunDirectory, earlier_budget, identity, read_run, read_selection, run_name
+from autofit.store import (
+    PROVISIONAL,
+    SHADOWS,
+    RunDirectory,
+    earlier_budget,
+    identity,
+    read_run,
+    read_selection,
+    run_name,
+)
 from autofit.study import preflight
 from autofit.study.listener import Listener
 from autofit.units import parse_seconds
@@ -89,12 +111,17 @@ class Result:
     description: Description
     measurements: list[Measurement]
     timing: dict[str, float] = field(default_factory=dict)
+    predictions: list[Prediction] = field(default_factory=list)  # of shadow runs, for candidates that were probed
 
     def frame(self) -> "pandas.DataFrame":
-        """One row per probe: its knobs, outcome, rows per second, and peaks in bytes."""
+        """One row per probe: its knobs, outcome, rows per second, and peaks in bytes, measured and predicted.
+
+        Predicted peaks are those of a shadow run before any correction: on the CPU live bytes, which a process exceeds.
+        """
         import pandas
 
-        return pandas.DataFrame([_row(m) for m in self.measurements])
+        predicted = {prediction.candidate.key: prediction for prediction in self.predictions}
+        return pandas.DataFrame([_row(m, predicted.get(m.candidate.key)) for m in self.measurements])
 
 
 def search(*, listener: Listener | None = None, **options: Any) -> Result:
@@ -131,7 +158,7 @@ def plan(*, listener: Listener | None = None, **options: Any) -> Plan:
 def load(folder: str | Path) -> Result:
     """A run directory as `search` returned it. Raises RunDirectoryError."""
     path = Path(folder)
-    run, measurements = read_run(path)
+    run, measurements, predictions = read_run(path)
     where = path / "run.json"
     if "description" not in run:
         raise RunDirectoryError(
@@ -145,6 +172,7 @@ def load(folder: str | Path) -> Result:
         codec.build(run["machine"], Machine, where),
         codec.build(run["description"], Description, where),
         measurements,
+        predictions=predictions,
     )
 
 
@@ -180,7 +208,17 @@ class _Prepared:
         """The probes that a search would go on with, in order, each answered by an estimate."""
         history = [m for m in self._directory.measurements if m.device == self._machine.key]
         most = max(self._options.max_probes - CONFIRM_PROBES - len(history), 0)
-        steps = plan_steps(self._space, self.description, self._machine, self._budget, history, most)
+        shadows = ShadowRuns(
+            self._task,
+            self.description,
+            make_target(machine=self._machine),
+            self._launcher,
+            self._directory.path / SHADOWS,
+            self._machine.versions,
+        )
+        if self.description.forkable:
+            self._launcher.warm((*FIRST_IMPORTS, *SHADOW_IMPORTS))
+        steps = plan_steps(self._space, self.description, self._machine, self._budget, history, most, shadows)
         described = self._directory.path / "probes" / "describe"
         seconds = plan_seconds(len(steps), history, reply_seconds(described), self._launcher.import_seconds)
         baseline = self._space.baseline
@@ -239,6 +277,7 @@ class _Prepared:
             self.description,
             history,
             self._timing(history),
+            list(self._directory.predictions),
         )
 
     def _reasons(self, history: list[Measurement], best: Choice | None, with_code: Choice | None) -> dict[str, str]:
@@ -337,7 +376,7 @@ def _check(options: Options) -> None:
         raise UsageError(f"--max-time {options.max_time} leaves no time at all; give one such as 15m")
 
 
-def _row(m: Measurement) -> dict[str, Any]:
+def _row(m: Measurement, predicted: Prediction | None) -> dict[str, Any]:
     return {
         "probe": m.probe,
         "purpose": m.purpose,
@@ -348,6 +387,8 @@ def _row(m: Measurement) -> dict[str, Any]:
         "train_bytes": m.train_bytes,
         "eval_bytes": m.eval_bytes,
         "peak_bytes": m.peak_bytes,
+        "predicted_train_bytes": predicted.train_bytes if predicted else None,
+        "predicted_eval_bytes": predicted.eval_bytes if predicted else None,
         "host_bytes": m.host_bytes,
         "seconds": m.seconds,
         "failure": f"{m.failure.phase}: {m.failure.kind}" if m.failure else None,

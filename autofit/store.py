@@ -21,6 +21,7 @@ from autofit.records import Budget, Machine, Measurement, Prediction, Selection,
 T = TypeVar("T")
 RUN_FILE, JOURNAL_FILE, LOCK_FILE, SELECTION_FILE = "run.json", "journal.jsonl", "lock", "selection.json"
 OWN_FILES = (LOCK_FILE, "probes")  # what a directory may hold that was stopped before its `run.json` was written
+SHADOWS = "shadows"  # traces of shadow runs
 PROVISIONAL = "provisional"  # files of the best so far, measured but not confirmed; gone when the search has ended
 
 
@@ -193,14 +194,14 @@ def _check_speeds(measurement: Measurement, where: str) -> None:
             )
 
 
-def read_run(path: Path) -> tuple[dict[str, Any], list[Measurement]]:
-    """`run.json` and the measurements of a run directory, without holding it. Raises RunDirectoryError."""
+def read_run(path: Path) -> tuple[dict[str, Any], list[Measurement], list[Prediction]]:
+    """`run.json`, measurements and predictions of a run directory, without holding it. Raises RunDirectoryError."""
     if not (path / RUN_FILE).exists():
         raise RunDirectoryError(f"{path} is no run directory: it has no {RUN_FILE}")
     directory = RunDirectory(path)
     run = codec.parse((path / RUN_FILE).read_bytes(), path / RUN_FILE)
     directory._read_journal()
-    return run, directory.measurements
+    return run, directory.measurements, directory.predictions
 
 
 def earlier_budget(path: Path, identity: str) -> Budget | None:

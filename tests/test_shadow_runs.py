@@ -352,3 +352,15 @@ def test_rows_that_evaluation_looks_at_are_no_device_memory(warm, described, kep
     )
     evaluating = trace.phases == trace.phase_names.index("evaluate")
     assert evaluating.sum() < 1500  # the forward passes of four batches; the rows of the set alone were 4,000 events
+
+
+def test_an_evaluation_set_of_a_few_rows_is_one_program_at_every_batch(warm, tmp_path):
+    task = causal_task(eval_rows=5)
+    description = describe(task, warm._machine, warm, tmp_path / "d", lambda text: None, ShadowDevice("cpu"))
+    shadows = shadows_of(warm, (task, description), tmp_path / "s")
+    own = baseline_of(description).but(per_device_train_batch_size=4, per_device_eval_batch_size=32)
+    prediction = shadows.predict(own)
+    assert prediction.source == "rewritten"
+    assert prediction.growth.rows_total == 5
+    # A batch of evaluation has no more rows than the set.
+    assert prediction.eval_bytes == shadows.predict(own.but(per_device_eval_batch_size=5)).eval_bytes

@@ -163,7 +163,7 @@ def test_the_same_task_and_budget_have_the_same_name_and_others_another():
 
 
 def test_a_run_directory_of_the_first_schema_stays_readable():
-    run, measurements = read_run(Path(__file__).parent / "data" / "schema-1")
+    run, measurements, _ = read_run(Path(__file__).parent / "data" / "schema-1")
     assert run["command"] == "examples/text_classification.py"
     assert [m.probe for m in measurements] == ["0001", "0002", "0003"]
     assert all(m.outcome is Outcome.FITS and m.train_speed.per_second > 10 for m in measurements)

@@ -313,7 +313,7 @@ class Phases(TrainerCallback):
             return
         batch = trainer.args.eval_batch_size
         plan = self._plan_rows(dataset)
-        count = min(EVAL_STEPS * batch, plan.total)
+        count = self._rows_evaluated(batch, plan.total)
         base = self._meter.held_bytes()
         began = self._open("evaluate")
         yield from self._evaluation(rows.subset(dataset, plan.longest(count)))
@@ -336,6 +336,9 @@ class Phases(TrainerCallback):
             accumulation_steps=trainer.args.eval_accumulation_steps,
             concatenates=trainer.args.eval_do_concat_batches,
         )
+
+    def _rows_evaluated(self, batch: int, total: int) -> int:
+        return min(EVAL_STEPS * batch, total)
 
     def _plan_rows(self, dataset: Any) -> rows.RowPlan:
         return rows.RowPlan(dataset, self._schedule.seed)

@@ -123,7 +123,7 @@ class ShadowRuns:
 
     def trace(self, candidate: Candidate) -> tuple[Trace, str] | Failure:
         """The events of the candidate, and whether they are `traced` or `rewritten`; a Failure where it cannot be traced."""
-        batch, eval_batch, accumulation = _sizes(candidate)
+        batch, eval_batch, accumulation = self._sizes(candidate)
         if min(batch, eval_batch) >= min(BATCHES):
             family = self.family(candidate)
             if isinstance(family, Failure):
@@ -137,7 +137,7 @@ class ShadowRuns:
 
     def verify(self, candidate: Candidate) -> Prediction:
         """The prediction of a trace at these very batch sizes, to be held against `predict`."""
-        batch, eval_batch, accumulation = _sizes(candidate)
+        batch, eval_batch, accumulation = self._sizes(candidate)
         traced = self._run(candidate, batch, eval_batch)
         if isinstance(traced, Failure):
             return Prediction(candidate, self.target.device.name, "traced", failure=traced)
@@ -152,7 +152,7 @@ class ShadowRuns:
 
     def is_known(self, candidate: Candidate) -> bool:
         """Whether `predict` needs no shadow run: it has been made, by this search or an earlier one in the same folder."""
-        batch, eval_batch, _ = _sizes(candidate)
+        batch, eval_batch, _ = self._sizes(candidate)
         if min(batch, eval_batch) >= min(BATCHES):
             if self._key(candidate) not in self._families and not all(
                 self._kept(candidate, b, b).exists() for b in BATCHES
@@ -181,6 +181,19 @@ class ShadowRuns:
 
     # ---- traces ----
 
+    def _sizes(self, candidate: Candidate) -> tuple[int, int, int]:
+        """(train batch, evaluation batch, accumulation steps).
+
+        Evaluation follows training where it is no knob, and has no more rows in a batch than in its set.
+        """
+        batch = int(candidate["per_device_train_batch_size"])
+        eval_batch = int(candidate.get("per_device_eval_batch_size") or batch)
+        return (
+            batch,
+            min(eval_batch, self._description.eval_rows or eval_batch),
+            int(candidate.get("gradient_accumulation_steps") or 1),
+        )
+
     def _key(self, candidate: Candidate) -> str:
         """Equal for candidates that are one program but for their batch sizes."""
         values = {**candidate.values}
@@ -188,7 +201,7 @@ class ShadowRuns:
             values.pop(name, None)
         if values.get("precision") == "tf32":
             values["precision"] = "fp32"  # the same tensors
-        values["gradient_accumulation_steps"] = min(_sizes(candidate)[2], TRACED_ACCUMULATION)
+        values["gradient_accumulation_steps"] = min(self._sizes(candidate)[2], TRACED_ACCUMULATION)
         return digest(values)
 
     def _make_family(self, candidate: Candidate) -> Family | Failure | None:
@@ -259,7 +272,7 @@ class ShadowRuns:
     def _request(self, candidate: Candidate, batch: int, eval_batch: int, folder: Path) -> Request:
         traced = candidate.but(
             per_device_train_batch_size=batch,
-            gradient_accumulation_steps=min(_sizes(candidate)[2], TRACED_ACCUMULATION),
+            gradient_accumulation_steps=min(self._sizes(candidate)[2], TRACED_ACCUMULATION),
         )
         changes: dict[str, Any] = {}
         if "per_device_eval_batch_size" in candidate.values:
@@ -333,7 +346,7 @@ class ShadowRuns:
     def step_seconds(self, candidate: Candidate, trace: Trace) -> float:
         """Of one optimizer step, from the second one's operators: its micro-batches times their number, and the update."""
         begin, update, end = (int(place) for place in trace.facts["second_step"])
-        accumulation = _sizes(candidate)[2]
+        accumulation = self._sizes(candidate)[2]
         tf32 = candidate.get("precision") == "tf32"
 
         def seconds(start: int, stop: int) -> float:
@@ -349,16 +362,6 @@ class ShadowRuns:
 
         micro_batches = min(accumulation, TRACED_ACCUMULATION)
         return seconds(begin, update) * accumulation / micro_batches + seconds(update, end)
-
-
-def _sizes(candidate: Candidate) -> tuple[int, int, int]:
-    """(train batch, evaluation batch, accumulation steps); evaluation follows training where it is no knob."""
-    batch = int(candidate["per_device_train_batch_size"])
-    return (
-        batch,
-        int(candidate.get("per_device_eval_batch_size") or batch),
-        int(candidate.get("gradient_accumulation_steps") or 1),
-    )
 
 
 def _accumulated(trace: Trace, steps: int) -> Trace:
@@ -379,6 +382,6 @@ def _words(candidate: Candidate) -> str:
     parts = [str(candidate[name]) for name in shown if candidate.get(name) is not None]
     if candidate.get("activation_checkpointing"):
         parts.append("checkpointing")
-    if _sizes(candidate)[2] > 1:
+    if int(candidate.get("gradient_accumulation_steps") or 1) > 1:
         parts.append("accumulation")
     return ", ".join(parts)

@@ -133,7 +133,8 @@ def draw_failures(summary: Summary, console: Console, baseline: Candidate | None
 
 
 def draw_plan(plan: Any, console: Console) -> None:
-    """An `api.Plan`: what would be probed, in order. Everything in it is an estimate."""
+    """An `api.Plan`: what would be probed, in order. Everything in it is predicted."""
+    any_traced = any(step.traced for step in plan.candidates)
     unit, limit = plan.budget.unit, plan.budget.device_bytes
     shown = plan.candidates[:PLAN_ROWS]
     texts = [knob_texts(step.candidate) for step in shown]
@@ -149,6 +150,7 @@ def draw_plan(plan: Any, console: Console) -> None:
     for number, (step, text) in enumerate(zip(shown, texts, strict=True), start=1):
         speed = f"~{gain_text(1 / step.relative_seconds)}" if step.relative_seconds else UNKNOWN
         note = "" if step.train_bytes <= limit else ", above the budget by estimate"
+        note += "" if step.traced or not any_traced else ", by formula"
         row = [str(number), step.purpose, *(text.get(name, "none") for name in varying)]
         cells.append([*row, f"~{format_bytes(step.train_bytes, unit)}", speed, plain(step.why) + note])
     print_line(console, "")
@@ -165,7 +167,8 @@ def draw_plan(plan: Any, console: Console) -> None:
     took = (
         "" if plan.estimated_seconds is None else f"; a search takes {about_text(plan.estimated_seconds)}, an estimate"
     )
-    told = "nothing was probed: peaks and speeds are estimates by formula, and what is measured changes the order"
+    source = "predicted by shadow runs" if any_traced else "estimates by formula"
+    told = f"nothing was probed: peaks and speeds are {source}, and what is measured changes the order"
     print_folded(console, told + took)
 
 

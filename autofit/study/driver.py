@@ -41,7 +41,7 @@ from autofit.selection import (
     window_rates,
     winner,
 )
-from autofit.store import PROVISIONAL, RunDirectory
+from autofit.store import PROVISIONAL, SHADOWS, RunDirectory
 from autofit.study.listener import Listener
 from autofit.study.mirror import Mirror
 from autofit.study.planner import EvaluatePlan, TrainPlan
@@ -104,7 +104,7 @@ class Search:
             description,
             make_target(machine=machine),
             launcher,
-            directory.path / "shadows",
+            directory.path / SHADOWS,
             machine.versions,
             on_run=self._before_shadow_run,
         )

@@ -15,7 +15,7 @@ from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autofit.harness.evaluation import tensors_in
-from autofit.harness.phases import STEP, STOP, Phases
+from autofit.harness.phases import EVAL_STEPS, STEP, STOP, Phases
 from autofit.harness.rows import RowPlan
 from autofit.harness.shadow.ledger import ACTIVATIONS, EVALUATION, GRADIENTS, OPTIMIZER, TEMPORARIES
 from autofit.harness.shadow.meter import ShadowMeter
@@ -186,6 +186,10 @@ class ShadowPhases(Phases):
             yield from self._worst_case_evaluation()
         self._ledger.trace(self._trace_facts()).save(self._trace_file)
         yield STOP
+
+    def _rows_evaluated(self, batch: int, total: int) -> int:
+        """A small set is gone through again, so that every batch size evaluates in as many steps."""
+        return EVAL_STEPS * batch
 
     def _plan_rows(self, dataset: Any) -> RowPlan:
         with _disable_current_modes():  # rows are host memory, and their lengths are real

@@ -120,8 +120,8 @@ class Result:
         """
         import pandas
 
-        predicted = {prediction.candidate.key: prediction for prediction in self.predictions}
-        return pandas.DataFrame([_row(m, predicted.get(m.candidate.key)) for m in self.measurements])
+        predicted = {(p.candidate.key, p.machine): p for p in self.predictions}
+        return pandas.DataFrame([_row(m, predicted.get((m.candidate.key, m.device))) for m in self.measurements])
 
 
 def search(*, listener: Listener | None = None, **options: Any) -> Result:

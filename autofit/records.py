@@ -171,7 +171,8 @@ class ShadowDevice:
 
     kind: str  # cuda or cpu
     capability: tuple[int, int] | None = None  # CUDA's compute capability: decides the attention kernel and workspaces
-    scaler: bool = False  # fp16: its sizes are those of bf16, which is traced instead, and a gradient scaler
+    scaler: bool = False  # fp16, which a CPU refuses: the Trainer is asked for bf16, the rest laid over
+    padded: bool = False  # batches of the asked size hold shorter rows, so that masks are needed, whatever a trace sees
     processes: int = 1  # of a DistributedDataParallel training; the run is one of them
 
     @property
@@ -228,6 +229,7 @@ class Description:
         default_factory=dict
     )  # sizes of the model: layers, hidden, heads, vocabulary, labels
     notes: tuple[str, ...] = ()
+    longest_rows: int | None = None  # training rows as long as the longest, of those looked at; None: all of them
 
 
 @dataclass(frozen=True)
@@ -370,6 +372,7 @@ class Prediction:
     modules: tuple[tuple[str, int], ...] = ()  # that hold most at that instant, the largest first
     failure: Failure | None = None  # what could not be traced; there are no phases then
     notes: tuple[str, ...] = ()
+    machine: str = ""  # key of the machine, its libraries included, whose probes it was made for; empty: of no search
 
     def phase(self, name: str) -> PhaseRecord | None:
         return next((phase for phase in self.phases if phase.name == name), None)

@@ -1,6 +1,6 @@
 """Claim: on the CPU a shadow run tells the live tensor bytes of a training to 1 %, and its resident memory to 5 %.
 
-Forty-four settings of fifteen small models (encoders, decoders, encoder-decoders, vision; batches of 4 to 64; with and without
+Forty-three settings of fifteen small models (encoders, decoders, encoder-decoders, vision; batches of 4 to 64; with and without
 checkpointing, accumulation, bf16, LoRA, other optimizers, and a reduction of the logits before evaluation keeps them)
 are predicted twice: rewritten from shadow runs at batches 2 and 3, as users get it, and traced at the very batch. Each is
 then trained and evaluated for a few steps by a probe, with one thread, and read three ways:

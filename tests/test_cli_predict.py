@@ -24,7 +24,9 @@ from autofit import api, errors
 from autofit.cli import commands
 from autofit.cli.options import PREDICT_EPILOG, PREDICT_OPTIONS
 from autofit.forecast import Forecast, Forecasts, PredictOptions, asking
-from autofit.prediction import Verdict
+from autofit.forecast.options import process_notes
+from autofit.prediction import Verdict, make_target
+from autofit.prediction.verdict import MOST_BATCH
 from autofit.records import Failure, PhaseRecord, Prediction
 from autofit.report.forecasts import draw_forecasts, verdict_sentence
 from autofit.report.memory_plot import BUDGET_IN_SCALE, POINTS, draw_memory
@@ -89,7 +91,7 @@ def test_options_reach_the_prediction_as_they_were_typed(fake):
     line = (
         "predict --model gpt2 --gpu t4 --batch 4 --accumulation 2 --eval-batch 16 --eval-accumulation 3 --logits argmax --precision bf16 --no-checkpointing "
         "--optim adafactor --attention eager --budget 20GB --task causal-lm --seq-len 64 --dtype float32 --lora r=8 "
-        "--args a.json --eval-rows 50 --verify"
+        "--args a.json --eval-rows 50 --verify --processes 4"
     )
     assert commands.run(line.split()) == 0
     expected = PredictOptions(
@@ -112,6 +114,7 @@ def test_options_reach_the_prediction_as_they_were_typed(fake):
         args="a.json",
         eval_rows=50,
         verify=True,
+        processes=4,
     )
     assert asked == [dataclasses.asdict(expected)]
 
@@ -160,6 +163,8 @@ def test_a_line_that_cannot_be_served_is_one_error_line_with_the_way_out(fake, c
     [
         ("--gpu rtx-3091", "--gpu 'rtx-3091' is no card that autofit knows; did you mean .*rtx-3090"),
         ("--gpu rtx-3090 --batch 0", "--batch 0 makes no sense"),
+        ("--gpu rtx-3090 --processes 0", "--processes 0 makes no sense"),
+        ("--gpu cpu --processes 2", "--processes is for cards"),
         ("--gpu rtx-3090 --precision int4", "--precision 'int4' is not known"),
         ("--gpu rtx-3090 --budget much", "'much' is neither a size"),
         ("--gpu rtx-3090 --seq-len 100000", "more than the 1024 positions"),
@@ -243,6 +248,48 @@ def test_where_evaluation_decides_that_is_told_with_the_way_out():
     told = verdict_sentence(over, "GiB")
     assert "evaluation decides, training alone peaks at 6.00 GiB" in told and "--logits argmax" in told
     assert "evaluation decides" not in verdict_sentence(row, "GiB")
+
+
+def on_target(found, target, **changes):
+    return dataclasses.replace(found, rows=(dataclasses.replace(found.rows[0], target=target, **changes),))
+
+
+def test_the_interval_of_a_card_is_not_told_as_what_was_published():
+    told = verdict_sentence(answer().rows[0], "GiB")
+    assert "4% less or 5% more" in told and "with a margin" in told and "in published" not in told
+
+
+def test_on_the_cpu_the_interval_is_that_of_a_process_beyond_its_live_tensors():
+    near = Verdict("borderline", 19 * GIB, 21 * GIB, 20 * GIB)
+    found = on_target(answer(), make_target(), verdict=near)
+    told = verdict_sentence(found.rows[0], "GiB")
+    assert "up to 28% more than its live tensors" in told
+    assert "published" not in told and "torch" not in told
+    assert "28%" in " ".join(drawn(found).split()).split("verdict")[0]
+    assert "28% above the predicted one" in " ".join(drawn(dataclasses.replace(found, kind="max-batch")).split())
+    page = draw_memory(found, "GiB")
+    assert "peak of live tensors" in page and "up to 28% more" in page and "peak of the process" not in page
+
+
+def test_a_largest_batch_at_the_end_of_the_search_is_told_as_at_least_that():
+    candidate = BASELINE.but(per_device_train_batch_size=MOST_BATCH)
+    found = on_target(answer("max-batch"), RTX.target, candidate=candidate)
+    assert f"≥ {MOST_BATCH} " in drawn(found)
+    assert "≥" not in drawn(answer("max-batch"))
+
+
+@pytest.mark.parametrize("kind", ["one", "max-batch", "gpus"])
+def test_figures_of_several_processes_say_whose_they_are(kind):
+    device = dataclasses.replace(RTX.target.device, processes=4)
+    found = on_target(answer(kind), dataclasses.replace(RTX.target, device=device))
+    found = dataclasses.replace(found, notes=tuple(process_notes(4)))
+    text = " ".join(drawn(found, 200).split())
+    assert "of all 4 processes" in text and "communication" in text and "NCCL" in text
+    assert "processes" not in drawn(answer(kind), 200)
+    if kind == "one":
+        assert "4 processes, one on each" in text and "each of the 4 processes is expected" in text
+        assert "~512 rows/s of all 4 processes" in text
+    assert json.loads(commands._forecasts_json(found))["forecasts"][0]["processes"] == 4
 
 
 def test_a_verification_that_differs_shows_by_how_much():
@@ -441,6 +488,35 @@ def test_a_known_structure_at_another_batch_and_budget_starts_no_process(real, f
     assert "batch 64×1" in out and "bert.encoder.layer.0" in out
 
 
+def test_several_processes_hold_the_buckets_of_their_gradients_and_count_all_rows(real, first):
+    one = first[0]["forecasts"][0]
+    code, out, err = real("--gpu", "rtx-3090", "--batch", "4", "--processes", "2", "--json")
+    assert code == 0, err
+    value = json.loads(out)
+    (two,) = value["forecasts"]
+    assert value["task"]["model"]["effective_batch"] == 8
+    assert two["values"]["per_device_train_batch_size"] == 4
+    trained = 4 * value["description"]["trainable_parameters"]
+    more = two["prediction"]["categories"]["gradients"] - one["prediction"]["categories"]["gradients"]
+    assert trained <= more < 1.1 * trained
+    assert any("NCCL" in note for note in value["notes"])
+    seconds = two["prediction"]["step_seconds"]
+    assert two["estimated_rows_per_second"] == pytest.approx(8 / seconds)
+
+
+def test_the_environment_of_the_allocator_reaches_the_figures(real, first, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "roundup_power2_divisions:2")
+    code, out, err = real("--gpu", "rtx-3090", "--batch", "4", "--json")
+    assert (code, err) == (0, "")
+    value, before = json.loads(out), first[0]["forecasts"][0]
+    assert "assumed: PYTORCH_CUDA_ALLOC_CONF=roundup_power2_divisions:2, as set here" in value["notes"]
+    after = value["forecasts"][0]["prediction"]["phases"]
+    assert after != before["prediction"]["phases"]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "roundup_power2_divisions:[256:1,>:2]")
+    code, out, err = real("--gpu", "rtx-3090", "--batch", "4")
+    assert (code, out) == (2, "") and re.fullmatch(r"error: PYTORCH_CUDA_ALLOC_CONF: [^\n]*\n", err)
+
+
 @pytest.mark.parametrize("budget", ["1B", "1KB", "500MB", "1TB"])
 def test_any_budget_has_a_verdict(real, first, budget):
     code, out, err = real("--gpu", "rtx-3090", "--batch", "4", "--budget", budget, "-q", "--json")
@@ -478,7 +554,9 @@ def test_all_cards_share_their_shadow_runs_and_a_damaged_one_is_made_again(real,
     code, out, _ = real(
         "--gpu", "all", "--precision", "fp32", "--no-checkpointing", "--effective-batch", "4", "--logits", "full"
     )
-    assert code == 0 and out.count("shadow run of fp32") == 4, out  # at two batches, before and from capability 8.0 on
+    assert code == 0 and out.count("shadow run of fp32") == 6, (
+        out
+    )  # at two batches, before and from capability 8.0 on, and of 9.0
     for name in ("T4 16 GB", "RTX 3090", "H200"):
         assert re.search(rf"{name} .*4×1 .*fits", out)
     assert real("--gpu", "l4", "--batch", "4", "-q")[0] == 0

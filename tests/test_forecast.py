@@ -12,24 +12,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_cases import BASELINE, DESCRIPTION
 
+from autofit import api
 from autofit.catalog import find_gpu, gpu_names
 from autofit.errors import UsageError, WorkloadError
 from autofit.forecast import Forecast, PredictOptions, predict, trace_cache
 from autofit.forecast import options as forecast_options
-from autofit.forecast.asking import NO_FAMILY, _Asked
+from autofit.forecast.asking import MOST_ROWS, NO_FAMILY, _Asked, _Tracer
 from autofit.forecast.options import (
+    HEADROOM,
+    allocator_of,
     candidate_of,
     check_options,
     place_notes,
     places_of,
+    process_notes,
     task_and_knobs,
     traced_task,
     with_lean_evaluation,
 )
 from autofit.forecast.trace_cache import DESCRIPTION_FILE, MOST_TASKS, TraceCache, cache_home
+from autofit.harness.shadow.allocator import AllocatorSettings
 from autofit.harness.shadow.trace import Trace
 from autofit.harness.trainer_hooks import TRACE_FILE
-from autofit.prediction import FITS
+from autofit.prediction import BORDERLINE, DOES_NOT_FIT, FITS, judge, largest_batch
+from autofit.prediction.verdict import ABOVE, BELOW, MOST_BATCH
 from autofit.records import Failure, Machine, PhaseRecord, Prediction, Task
 
 GIB = 2**30
@@ -74,6 +80,10 @@ def small_trace(category="parameters", phase="train") -> Trace:
         ({"model": "gpt2", "max_batch": True, "effective_batch": 4}, "leave --effective-batch out"),
         ({"model": "gpt2", "max_batch": True, "gpu": "all"}, "--max-batch is for one card; name it with --gpu"),
         ({"model": "gpt2", "verify": True, "gpu": "all"}, "--verify is for one prediction"),
+        ({"model": "gpt2", "processes": 0}, "--processes 0 makes no sense; give a whole number from 1"),
+        ({"model": "gpt2", "processes": 2**21}, "--processes 2097152 makes no sense"),
+        ({"model": "gpt2", "processes": 2, "gpu": "cpu"}, "--processes is for cards"),
+        ({"command": ("python", "x.py"), "processes": 2}, "--processes belongs to --model"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(given, expected):
@@ -108,8 +118,21 @@ def test_the_gpu_of_this_machine_is_the_default_and_what_is_not_known_of_it_is_t
     machine = dataclasses.replace(CPU_MACHINE, device="cuda:0", device_name="NVIDIA Unheard-of 1", capability=(9, 0))
     monkeypatch.setattr(forecast_options, "read_machine", lambda device: machine)
     (place,) = places_of(PredictOptions(model="gpt2"))
-    assert (place.label, place.budget_bytes, place.native_bf16) == ("NVIDIA Unheard-of 1", 16 * GIB, True)
-    assert len(place_notes([place])) == 2
+    assert (place.label, place.native_bf16) == ("NVIDIA Unheard-of 1", True)
+    assert len(place_notes([place])) == 3
+
+
+@pytest.mark.parametrize("gpu", [None, "cpu"])
+def test_the_default_budget_of_this_machine_leaves_the_headroom_of_a_search_and_says_so(monkeypatch, gpu):
+    machine = dataclasses.replace(CPU_MACHINE, device="cuda:0", device_name="NVIDIA RTX 3090", capability=(8, 6))
+    monkeypatch.setattr(forecast_options, "read_machine", lambda device: machine if device is None else CPU_MACHINE)
+    assert api.Options().headroom == HEADROOM
+    (place,) = places_of(PredictOptions(model="gpt2", gpu=gpu))
+    assert place.budget_bytes == int(16 * GIB * (1 - HEADROOM))
+    (note,) = [note for note in place_notes([place]) if "budget" in note]
+    assert "a budget of 15.2 GiB, the 16.0 GiB of this machine's" in note and "less 5% headroom" in note
+    (place,) = places_of(PredictOptions(model="gpt2", gpu=gpu, budget="16GiB"))
+    assert place.budget_bytes == 16 * GIB and not any("budget" in note for note in place_notes([place]))
 
 
 def test_all_cards_come_with_their_own_memory_the_smallest_first():
@@ -211,6 +234,88 @@ def test_tf32_is_refused_where_a_card_has_none():
         candidate_of(description, {"precision": "tf32"}, place)
 
 
+# ---- several processes ----
+
+
+@pytest.mark.parametrize(
+    ("given", "batch", "accumulation", "effective"),
+    [
+        ({}, 8, 1, 32),
+        ({"processes": 3}, 1, 11, 33),
+        ({"processes": 64}, 1, 1, 64),
+        ({"batch": 6}, 6, 1, 24),
+        ({"batch": 6, "accumulation": 2}, 6, 2, 48),
+        ({"effective_batch": 64}, 8, 2, 64),
+        ({"effective_batch": 64, "batch": 4}, 4, 4, 64),
+        ({"effective_batch": 64, "batch": 4, "accumulation": 4}, 4, 4, 64),
+        ({"args": {"per_device_train_batch_size": 2}}, 2, 1, 8),
+        ({"max_batch": True}, 8, 1, 32),
+    ],
+)
+def test_the_effective_batch_is_that_of_all_processes(given, batch, accumulation, effective):
+    task, wanted, notes = ask(model="gpt2", **{"processes": 4, **given})
+    assert (wanted["per_device_train_batch_size"], wanted["gradient_accumulation_steps"]) == (batch, accumulation)
+    assert task.model.effective_batch == effective
+    told = [note for note in notes if "effective batch" in note]
+    assert all(f"effective batch {effective} " in note for note in told)
+    assert bool(told) == (not given or list(given) == ["processes"])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"effective_batch": 30}, "--effective-batch 30 is no multiple of the 4 rows of 4 processes"),
+        ({"effective_batch": 32, "batch": 3}, "is no multiple of the 4 × 3 rows of 4 processes"),
+        ({"effective_batch": 32, "batch": 2, "accumulation": 2}, "is not the 4 × 2 × 2 rows of 4 processes"),
+        ({"effective_batch": 0}, "--effective-batch 0 makes no sense"),
+        ({"effective_batch": 32, "args": {"per_device_train_batch_size": "2"}}, "give a positive whole number"),
+    ],
+)
+def test_an_effective_batch_that_processes_cannot_share_is_refused(given, expected):
+    with pytest.raises(UsageError, match=expected):
+        ask(model="gpt2", processes=4, **given)
+
+
+def test_a_card_of_several_processes_is_traced_as_such_and_what_is_not_counted_is_told():
+    for gpu in ("rtx-3090", "all"):
+        assert {p.target.device.processes for p in places_of(PredictOptions(model="gpt2", gpu=gpu, processes=4))} == {4}
+    assert RTX.target.device.processes == 1 and process_notes(1) == []
+    text = " ".join(process_notes(4))
+    assert "4 processes" in text and "of one process" in text and "communication" in text and "NCCL" in text
+
+
+def test_rows_per_second_count_all_processes():
+    prediction = Prediction(BASELINE, "cuda", "traced", step_seconds=2.0)
+    (four,) = places_of(PredictOptions(model="gpt2", gpu="rtx-3090", processes=4))
+    one = Forecast(RTX.target, "x", BASELINE, prediction, None, 1)
+    assert Forecast(four.target, "x", BASELINE, prediction, None, 1).rows_per_second == 4 * one.rows_per_second
+
+
+# ---- the allocator's settings ----
+
+
+def test_settings_of_this_environment_are_assumed_for_cards_and_told(monkeypatch):
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    assert allocator_of([RTX]) == (AllocatorSettings(), [])
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    found, notes = allocator_of([RTX])
+    assert found.expandable_segments
+    assert notes == ["assumed: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, as set here"]
+    cpu = places_of(PredictOptions(model="gpt2", gpu="cpu"))
+    assert allocator_of(cpu) == (AllocatorSettings(), [])
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:maybe")
+    monkeypatch.setattr("autofit.forecast.asking.Launcher", None)  # refused before anything starts
+    with pytest.raises(UsageError, match="PYTORCH_CUDA_ALLOC_CONF: expandable_segments is 'maybe'"):
+        predict(model="gpt2", gpu="rtx-3090")
+
+
+def test_shadow_runs_are_replayed_under_the_settings(tmp_path):
+    chosen = AllocatorSettings(expandable_segments=True)
+    tracer = _Tracer(make_task(), DESCRIPTION, None, tmp_path, {}, chosen, lambda text: None)
+    assert tracer.on(RTX)._settings == chosen
+
+
 # ---- putting the answer together ----
 
 
@@ -308,6 +413,52 @@ def test_cards_without_tensor_cores_for_bf16_are_asked_about_fp16():
     assert [row.candidate["precision"] for row in rows] == ["fp16", "bf16"]
 
 
+def test_among_all_cards_those_without_tf32_are_named_and_not_predicted():
+    t4 = places_of(PredictOptions(model="gpt2", gpu="t4"))[0]
+    ask_all, _ = asked(lambda candidate: GIB, precision="tf32")
+    found = ask_all.best_by_gpu([t4, RTX], BASELINE.but(precision="tf32"), [])
+    assert [(row.label, row.candidate["precision"]) for row in found.rows] == [(RTX.label, "tf32")]
+    assert found.failed == {t4.label: "it has no tf32; use --precision fp32 or fp16"}
+
+
+def test_the_largest_batch_ends_at_the_most_that_is_looked_for():
+    sizes = []
+
+    def peak(candidate):
+        sizes.append(candidate["per_device_train_batch_size"])
+        return 1000
+
+    ask_all, tracer = asked(peak, max_batch=True)
+    assert largest_batch(tracer.on(RTX), BASELINE, RTX.budget_bytes) == MOST_BATCH == max(sizes)
+    found = ask_all.largest_batches(RTX, BASELINE, [])
+    assert {row.candidate["per_device_train_batch_size"] for row in found.rows} == {MOST_BATCH}
+    assert found.notes.count(MOST_ROWS) == 1
+    below = asked(lambda c: c["per_device_train_batch_size"] * GIB)[1].on(RTX)
+    assert largest_batch(below, BASELINE, 100_000 * GIB) == MOST_BATCH
+    assert largest_batch(below, BASELINE, int(1.06 * 60_000 * GIB)) in range(60_000, MOST_BATCH)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "times", "expected"),
+    [
+        ("cpu", 0.99, DOES_NOT_FIT),
+        ("cpu", 1.01, BORDERLINE),
+        ("cpu", 1.27, BORDERLINE),
+        ("cpu", 1.29, FITS),
+        ("rtx-3090", 0.95, DOES_NOT_FIT),
+        ("rtx-3090", 1.0, BORDERLINE),
+        ("rtx-3090", 1.06, FITS),
+    ],
+)
+def test_the_interval_of_a_verdict_is_that_of_the_device(gpu, times, expected):
+    (place,) = places_of(PredictOptions(model="gpt2", gpu=gpu))
+    runs = FakeTracer(lambda candidate: 10 * GIB).on(place)
+    verdict = judge(runs, runs.predict(BASELINE), int(times * 10 * GIB))
+    low, high = (1.0, 1.28) if gpu == "cpu" else (BELOW, ABOVE)
+    assert verdict.answer == expected
+    assert (verdict.low_bytes, verdict.high_bytes) == (int(low * 10 * GIB), int(high * 10 * GIB))
+
+
 def test_the_largest_batches_are_sorted_by_speed_and_what_does_not_fit_comes_last():
     def peak(candidate):
         each = 1 if candidate["activation_checkpointing"] else 4
@@ -385,6 +536,13 @@ def test_what_was_kept_comes_back(home, tmp_path):
     assert (tmp_path / "b" / "0123" / TRACE_FILE).read_bytes() == made.read_bytes()
     assert TraceCache.of(task, {"torch": "2"}).description() is None
     assert TraceCache.of(make_task(seq_len=8), {"torch": "1"}).description() is None
+
+
+def test_what_is_kept_is_for_the_user_alone_also_where_an_earlier_version_made_the_folder(home):
+    home.mkdir(parents=True, mode=0o755)
+    TraceCache.of(make_task(), {}).keep_description(DESCRIPTION)
+    (folder,) = home.iterdir()
+    assert [path.stat().st_mode & 0o777 for path in (home, folder)] == [0o700, 0o700]
 
 
 def test_of_a_script_nothing_is_kept(home, script):

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from landscapes import MACHINE, Landscape, make_description
+from test_predictor import MadeUpShadows
 
 from autofit.knobs import make_space
 from autofit.prediction import Predictor
@@ -100,3 +101,21 @@ def test_a_plan_needs_neither_optuna_nor_torch():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.stdout.strip() == "set()", run.stderr
+
+
+def test_a_plan_takes_what_fits_under_the_cap_to_fit():
+    """18 GB alive in 36 GB reserved: what is cached goes back, so no smaller batch is looked for."""
+    landscape = Landscape(0, 24 * GB)
+    shadows = MadeUpShadows(lambda c: 18 * GB, cached=2.0)
+    steps = plan_steps(landscape.space, landscape.description, MACHINE, landscape.budget, (), 4, shadows)
+    assert all(s.train_bytes == 24 * GB for s in steps if s.traced)
+    assert any(s.traced for s in steps)
+    assert steps[2].why != "the smallest estimated peak"
+
+
+def test_the_seconds_of_shadow_runs_are_said_once():
+    import autofit.prediction.predictor as predictor
+    import autofit.report.outlook as outlook
+    import autofit.study.driver as driver
+
+    assert outlook.SHADOW_SECONDS is driver.SHADOW_SECONDS is predictor.SHADOW_SECONDS

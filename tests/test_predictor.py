@@ -1,9 +1,11 @@
 """The predictor of a search over made-up shadow runs: what it believes, what corrects it, and what it never starts."""
 
+from dataclasses import replace
+
 import pytest
 from landscapes import Landscape
 
-from autofit.prediction import Predictor, structure
+from autofit.prediction import Predictor, make_target, structure
 from autofit.prediction.formula import Formula
 from autofit.records import Candidate, Failure, Measurement, Outcome, PhaseRecord, Prediction
 from autofit.study.planner import TrainPlan
@@ -12,12 +14,25 @@ GB = 10**9
 
 
 class MadeUpShadows:
-    """Peaks of `bytes_of(candidate)` for structures that were traced, each trace taking `seconds` of the clock."""
+    """Peaks of `bytes_of(candidate)` for structures that were traced, each trace taking `seconds` of the clock.
 
-    def __init__(self, bytes_of, failing=(), seconds=0.0, clock=None) -> None:
+    The allocator reserves `cached` times as much, and `fits` answers by live bytes unless `replays` is None. What was
+    `traced` may be handed in, as the run directory keeps it.
+    """
+
+    def __init__(
+        self, bytes_of, failing=(), seconds=0.0, clock=None, cached=1.0, context=0, replays=True, traced=None
+    ) -> None:
         self.bytes_of, self.failing, self.seconds, self.clock = bytes_of, failing, seconds, clock
-        self.traced: list[str] = []
+        self.cached, self.replays = cached, replays
+        self.target = replace(make_target(), context_bytes=context)
+        self.traced: list[str] = [] if traced is None else traced
         self.failed: set[str] = set()
+        self.asked: list[tuple[str, int]] = []
+
+    def fits(self, candidate: Candidate, cap_bytes: int) -> bool | None:
+        self.asked.append((candidate.key, cap_bytes))
+        return self.bytes_of(candidate) <= cap_bytes if self.replays else None
 
     def is_known(self, candidate: Candidate) -> bool:
         return structure(candidate) in self.traced
@@ -34,7 +49,8 @@ class MadeUpShadows:
         if name in self.failed:
             return Prediction(candidate, "cpu", "traced", failure=Failure("train", None, "Odd", "cannot be traced"))
         peak = self.bytes_of(candidate)
-        phases = (PhaseRecord("train", 0.0, peak, peak, peak),)
+        reserved = int(peak * self.cached)
+        phases = (PhaseRecord("train", 0.0, peak, reserved, reserved + self.target.context_bytes),)
         rows = int(candidate["per_device_train_batch_size"])
         return Prediction(candidate, "cpu", "rewritten", phases, step_seconds=rows * 0.1 + 0.4)
 
@@ -180,3 +196,138 @@ def test_an_out_of_memory_rules_out_what_is_predicted_to_need_more_in_another_st
         plan = TrainPlan(space, predictor, landscape.description, budget)
         plan._learn(history)
         assert (plan._ruled_out(other) is not None) == ruled_out
+
+
+def plan_of(landscape: Landscape, predictor: Predictor) -> TrainPlan:
+    return TrainPlan(landscape.space, predictor, landscape.description, landscape.budget)
+
+
+def failed(candidate: Candidate, outcome: Outcome) -> Measurement:
+    return Measurement("0001", "train", candidate, outcome, 1.0, failure=Failure("train", 1, "OutOfMemory", "x"))
+
+
+# ---- what fits under a cap ----
+
+
+def test_what_the_allocator_only_caches_does_not_keep_a_candidate_from_fitting(landscape):
+    """18 GB alive and 36 GB reserved: under a cap of 24 GB the cached segments go back."""
+    shadows = MadeUpShadows(linear, cached=2.0)
+    predictor = predictor_of(landscape, shadows)
+    plain = at(landscape, 16, activation_checkpointing=False)
+    predictor.trace(plain, 10.0)
+    assert predictor.train_bytes(plain) == 36 * GB
+    assert predictor.fits(plain, 24 * GB)
+    assert plan_of(landscape, predictor)._ruled_out(plain) is None
+    assert plan_of(landscape, predictor)._largest_fitting(plain, [4, 8, 16, 32]) == 16
+    assert not predictor.fits(at(landscape, 32, activation_checkpointing=False), 24 * GB)
+
+
+def test_the_cap_is_the_budget_less_the_context_by_what_was_measured_over_predicted(landscape):
+    shadows = MadeUpShadows(linear, cached=2.0, context=GB)
+    predictor = predictor_of(landscape, shadows)
+    plain = at(landscape, 16, activation_checkpointing=False)
+    predictor.trace(plain, 10.0)
+    for _ in range(2):
+        predictor.fits(plain, 24 * GB)
+    assert shadows.asked == [(plain.key, 23 * GB)]  # one replay, and kept
+    predictor.learn(measured(plain, int(1.25 * predictor.train_bytes(plain))))
+    predictor.fits(plain, 24 * GB, 1.15)
+    assert shadows.asked[1:] == [(plain.key, pytest.approx((1.15 * 24 * GB - GB) / 1.25, rel=1e-6))]
+    assert not predictor.fits(plain, 23 * GB)  # 22 GB by 1.25 are fewer than what is alive
+    assert len(shadows.asked) == 2
+
+
+def test_a_peak_that_the_cap_has_cut_corrects_nothing(landscape):
+    predictor = predictor_of(landscape, MadeUpShadows(linear, cached=2.0))
+    plain = at(landscape, 16, activation_checkpointing=False)
+    predictor.trace(plain, 10.0)
+    cut = PhaseRecord("train", 1.0, 18 * GB, 24 * GB, 24 * GB, retries=3)
+    predictor.learn(replace(measured(plain, 0), phases=(cut,)))
+    assert predictor.train_bytes(plain) == 36 * GB
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
+def test_what_cannot_be_replayed_is_told_by_formula_and_a_cpu_replays_nothing(landscape, device):
+    shadows = MadeUpShadows(linear, cached=2.0, replays=False)
+    predictor = predictor_of(landscape, shadows, device)
+    plain = at(landscape, 16, activation_checkpointing=False)
+    predictor.trace(plain, 10.0)
+    by_formula = Formula(landscape.description, device).train_bytes(plain)
+    budget = 24 * GB
+    if device == "cpu":
+        assert predictor.fits(plain, budget) == (predictor.train_bytes(plain) <= budget)
+        assert shadows.asked == []
+    else:
+        assert predictor.fits(plain, budget) == (by_formula <= budget)
+        assert len(shadows.asked) == 1
+
+
+def test_an_evaluation_that_does_not_fit_says_nothing_of_training(landscape):
+    class Evaluating(MadeUpShadows):
+        def predict(self, candidate):
+            found = super().predict(candidate)
+            return replace(found, phases=(*found.phases, PhaseRecord("evaluate", 0.0, 90 * GB, 90 * GB, 90 * GB)))
+
+    predictor = predictor_of(landscape, Evaluating(linear, cached=2.0, replays=False))
+    plain = at(landscape, 16, activation_checkpointing=False)
+    predictor.trace(plain, 10.0)
+    assert predictor.fits(plain, 24 * GB)
+
+
+def test_an_untraced_candidate_fits_by_formula(landscape):
+    predictor = predictor_of(landscape, MadeUpShadows(linear))
+    needed = predictor.train_bytes(at(landscape, 8))
+    assert predictor.fits(at(landscape, 8), needed)
+    assert not predictor.fits(at(landscape, 8), needed - 1)
+    assert predictor.fits(at(landscape, 8), int(needed / 1.2), 1.25)
+    assert predictor.least_bytes(at(landscape, 8)) is None
+
+
+def test_what_ran_out_of_memory_rules_out_what_keeps_more_alive_not_what_reserves_more(landscape):
+    class Caching(MadeUpShadows):
+        """bf16 reserves three times what it keeps alive, which is less."""
+
+        def predict(self, candidate):
+            self.cached = 3.0 if candidate["precision"] == "bf16" else 1.0
+            return super().predict(candidate)
+
+    oom, other = at(landscape, 8, precision="fp32"), at(landscape, 8, precision="bf16")
+    for alive, ruled_out in ((0.5, False), (1.2, True)):
+        shadows = Caching(lambda c, alive=alive: int(15 * GB * (alive if c["precision"] == "bf16" else 1)))
+        predictor = predictor_of(landscape, shadows)
+        predictor.trace(oom, 10.0)
+        predictor.trace(other, 10.0)
+        plan = plan_of(landscape, predictor)
+        plan._learn([failed(oom, Outcome.DEVICE_OOM)])
+        assert (plan._ruled_out(other) is not None) == ruled_out
+
+
+@pytest.mark.parametrize(
+    ("outcome", "others"), [(Outcome.DEVICE_OOM, True), (Outcome.OVER_BUDGET, True), (Outcome.HOST_OOM, False)]
+)
+def test_a_host_that_ran_out_rules_out_larger_batches_of_the_structure_and_no_other_structure(
+    landscape, outcome, others
+):
+    shadows = MadeUpShadows(lambda c: linear(c) * (2 if c["precision"] == "bf16" else 1))
+    predictor = predictor_of(landscape, shadows)
+    own, other = at(landscape, 4, precision="fp32"), at(landscape, 4, precision="bf16")
+    predictor.trace(own, 10.0)
+    predictor.trace(other, 10.0)
+    plan = plan_of(landscape, predictor)
+    plan._learn([failed(own, outcome)])
+    assert plan._ruled_out(at(landscape, 8, precision="fp32")) is not None
+    assert plan._ruled_out(at(landscape, 2, precision="fp32")) is None
+    assert (plan._ruled_out(other) is not None) == others
+
+
+def test_speeds_do_not_depend_on_what_was_asked_before(landscape):
+    """A resumed search has asked for nothing yet, and finds the traces kept."""
+    own, untraced = at(landscape, 8), at(landscape, 8, precision="bf16")
+    first = predictor_of(landscape, MadeUpShadows(linear))
+    first.trace(own, 10.0)
+    first.learn(measured(own, 10 * GB))
+    for batch in (2, 32, 64):
+        first.seconds_per_row(at(landscape, batch))
+    resumed = predictor_of(landscape, MadeUpShadows(linear, traced=[structure(own)]))
+    resumed.learn(measured(own, 10 * GB))
+    assert resumed.seconds_per_row(untraced) == first.seconds_per_row(untraced)

@@ -7,7 +7,7 @@ import pytest
 import autofit
 from autofit.errors import AutofitError, DeviceError, RunDirectoryError, UsageError, WorkloadError
 from autofit.machine import read_machine
-from autofit.records import Machine, Task
+from autofit.records import Machine, ScriptTask, Task
 from autofit.study.preflight import make_budget
 from autofit.workloads.model_task import make_model_task, read_config
 from autofit.workloads.script_task import make_script_task, redact
@@ -169,6 +169,29 @@ def test_flags_that_sound_like_secrets_are_left_out_of_what_is_written(tmp_path)
     assert "hf_a" not in written
     assert not any("hf_b" in part for part in written)
     assert "1" in written
+
+
+@pytest.mark.parametrize(
+    ("command", "hidden"),
+    [
+        (("--token", "a", "SECRET"), True),
+        (("wandb.api_key=SECRET",), True),
+        (("+hub_token=SECRET",), True),
+        (("--config", '{"hub_token": "SECRET", "lr": "1"}'), True),
+        (("postgres://user:SECRET@host/db",), True),
+        (("hf_SECRETSECRET",), True),
+        (("--passphrase", "SECRET"), True),
+        (("--secret_key=SECRET",), True),
+        (("--max_tokens", "SECRET"), False),
+        (("--tokenizer", "SECRET"), False),
+        (("--author", "SECRET"), False),
+        (("--output_dir", "SECRET"), False),
+    ],
+    ids=str,
+)
+def test_what_is_a_secret_goes_and_what_is_none_stays(command, hidden):
+    written = redact(Task(script=ScriptTask(("x.py", *command), "/"))).script.command
+    assert any("SECRET" in part for part in written) is not hidden
 
 
 def test_the_catalogs_models_need_no_network(monkeypatch):

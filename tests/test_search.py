@@ -8,11 +8,12 @@ from pathlib import Path
 import optuna
 import pytest
 from landscapes import BASELINE, MACHINE, Landscape, make_description
+from test_predictor import MadeUpShadows
 
 from autofit.errors import WorkloadError
 from autofit.knobs import make_space
 from autofit.launch import Ended
-from autofit.records import Candidate, Failure, ModelTask, Outcome, Reply, Speed, Task
+from autofit.records import Candidate, Failure, ModelTask, Outcome, Prediction, Reply, Speed, Task
 from autofit.store import RunDirectory
 from autofit.study.decision import Decision
 from autofit.study.driver import Limits, Search
@@ -344,6 +345,119 @@ def test_measurements_of_other_versions_do_not_count(tmp_path):
     second._machine = replace(MACHINE, versions={"torch": "9.9"})
     decide(second, tmp_path)
     assert len(launcher.requests) > 5
+
+
+# ---- shadow runs ----
+
+
+def alive(candidate: Candidate) -> int:
+    """Half of it under bf16, and less without recomputing: other than any formula has it."""
+    batch = int(candidate["per_device_train_batch_size"])
+    rows = batch * GB // (4 if candidate.get("precision") == "bf16" else 2)
+    return 2 * GB + (2 * rows if candidate.get("activation_checkpointing") else rows)
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Makes every search find made-up shadow runs. Their traces are kept, and each was given a `limit` to ask."""
+    kept, made = [], []
+
+    def make(*_, limit, **__):
+        made.append(MadeUpShadows(alive, cached=1.5, traced=kept))
+        made[-1].limit = limit
+        return made[-1]
+
+    monkeypatch.setattr("autofit.study.driver.ShadowRuns", make)
+    return made
+
+
+def asked_of(launcher: MadeUpLauncher) -> list:
+    return [(r.arguments, r.model_kwargs, r.logits, r.schedule) for r, _ in launcher.requests]
+
+
+@pytest.mark.parametrize("stop_at", [1, 3, 6])
+def test_a_resumed_search_with_kept_traces_takes_the_same_next_step(tmp_path, traced, stop_at):
+    class Stop(Exception):
+        pass
+
+    landscape = make_landscape(budget_bytes=12 * GB)
+    untraced, whole = MadeUpLauncher(landscape), MadeUpLauncher(landscape)
+    (tmp_path / "whole").mkdir()
+    decide(make_search(tmp_path / "whole", landscape, whole), tmp_path / "whole")
+    assert traced[-1].traced
+    kept = list(traced[-1].traced)
+
+    def stop(request, reply):
+        if len(launcher.requests) == stop_at:
+            raise Stop
+        return reply
+
+    traced[-1].traced.clear()
+    launcher = MadeUpLauncher(landscape, stop)
+    with pytest.raises(Stop):
+        decide(make_search(tmp_path, landscape, launcher), tmp_path)
+    assert traced[-1].traced
+    again = MadeUpLauncher(landscape)
+    decide(make_search(tmp_path, landscape, again), tmp_path)
+    assert asked_of(launcher)[:-1] + asked_of(again) == asked_of(whole)
+    assert sorted(traced[-1].traced) == sorted(kept)
+    # Without them it would go another way: they are part of what the next step follows from.
+    (tmp_path / "untraced").mkdir()
+    search = make_search(tmp_path / "untraced", landscape, untraced)
+    search._predictor._shadows = None
+    decide(search, tmp_path / "untraced")
+    assert asked_of(untraced) != asked_of(whole)
+
+
+def test_what_is_predicted_of_a_candidate_is_kept_once_for_each_machine(tmp_path, traced):
+    landscape = make_landscape()
+    search = make_search(tmp_path, landscape)
+    candidate = landscape.space.baseline
+    search._directory.record_prediction(Prediction(candidate, "cuda-8.6", "traced"))  # an old journal's: of no machine
+    search._trace(candidate)
+    for machine in (MACHINE, MACHINE, replace(MACHINE, versions={"torch": "9.9"})):
+        search._machine = machine
+        search._keep_prediction(candidate)
+    kept = [p.machine for p in search._directory.predictions]
+    assert kept == ["", MACHINE.key, replace(MACHINE, versions={"torch": "9.9"}).key]
+    search.close()
+    search._directory.close()
+
+
+def test_the_predictions_of_a_search_join_its_measurements(tmp_path, traced):
+    search = make_search(tmp_path, make_landscape())
+    decide(search, tmp_path)
+    told = {(p.candidate.key, p.machine) for p in search._directory.predictions}
+    assert told == {(m.candidate.key, m.device) for m in search.history() if alive_is_known(search, m.candidate)}
+    assert len(told) == len(search._directory.predictions) > 3
+
+
+def alive_is_known(search: Search, candidate: Candidate) -> bool:
+    return search._predictor.prediction(candidate) is not None
+
+
+@pytest.mark.parametrize(
+    ("max_seconds", "used", "limit"), [(None, 0, 600), (3600, 0, 600), (300, 200, 84), (300, 280, 10), (300, 900, 10)]
+)
+def test_a_shadow_run_may_take_what_is_left_less_the_confirmation(tmp_path, traced, max_seconds, used, limit):
+    search = make_search(tmp_path, make_landscape())
+    search._limits = replace(search._limits, max_seconds=max_seconds)
+    search._began = time.monotonic() - used
+    assert traced[-1].limit() == pytest.approx(limit, abs=2)
+    search.close()
+    search._directory.close()
+
+
+def test_no_shadow_run_begins_when_the_time_is_over(tmp_path, traced):
+    search = make_search(tmp_path, make_landscape())
+    search._limits = replace(search._limits, max_seconds=60.0)
+    search._began = time.monotonic() - 50  # the confirmation takes 16 s
+    assert not search._trace(search.space.baseline)
+    assert traced[-1].traced == []
+    search._began = time.monotonic()
+    assert search._trace(search.space.baseline)
+    search.close()
+    search._directory.close()
 
 
 # ---- Optuna's mirror ----

@@ -1,10 +1,13 @@
 """The simulated caching allocator: each rule by numbers worked out by hand, and all of them against slow models."""
 
+import contextlib
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autofit.errors import UsageError
 from autofit.harness.shadow.allocator import (
     MIB,
     Allocator,
@@ -13,6 +16,8 @@ from autofit.harness.shadow.allocator import (
     Block,
     round_size,
     round_sizes,
+    set_variable,
+    settings_from,
 )
 
 
@@ -722,3 +727,71 @@ def test_expandable_segments_with_a_split_limit_stay_consistent(steps):
         allocator.free(block)
     allocator.empty_cache()
     assert counts(allocator) == (0, 0)
+
+
+# ---- settings of the environment ----
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", {}),
+        ("  ", {}),
+        ("expandable_segments:True", {"expandable_segments": True}),
+        ("expandable_segments:False", {}),
+        (" max_split_size_mb : 128 ,", {"max_split_bytes": 128 * MIB}),
+        ("max_split_size_mb:20", {"max_split_bytes": 20 * MIB}),
+        ("roundup_power2_divisions:8", {"roundup_power2_divisions": 8}),
+        ("roundup_power2_divisions:0", {"roundup_power2_divisions": 0}),
+        (
+            "garbage_collection_threshold:0.6,max_split_size_mb:64,backend:native,some_list:[256:1,>:4],expandable_segments:True",
+            {"max_split_bytes": 64 * MIB, "expandable_segments": True},
+        ),
+    ],
+)
+def test_settings_of_the_environment_are_read_as_pytorch_does(text, expected):
+    assert settings_from({"PYTORCH_CUDA_ALLOC_CONF": text}) == AllocatorSettings(**expected)
+
+
+def test_the_older_name_counts_before_the_newer_one_and_neither_is_needed():
+    older, newer = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+    assert settings_from({}) == AllocatorSettings() and set_variable({}) is None
+    assert settings_from({newer: "expandable_segments:True"}).expandable_segments
+    both = {newer: "expandable_segments:True", older: "max_split_size_mb:99"}
+    assert settings_from(both) == AllocatorSettings(max_split_bytes=99 * MIB)
+    assert set_variable(both) == (older, "max_split_size_mb:99")
+    assert settings_from({newer: "expandable_segments:True", older: ""}) == AllocatorSettings()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("expandable_segments", "'expandable_segments' is no setting; write name:value"),
+        ("expandable_segments:", "is no setting"),
+        ("expandable_segments:true", "expandable_segments is 'true'; write True or False"),
+        ("max_split_size_mb:many", "max_split_size_mb is 'many'; write a whole number"),
+        ("max_split_size_mb:-1", "max_split_size_mb is '-1'; write a whole number"),
+        ("max_split_size_mb:19", "max_split_size_mb is 19; PyTorch takes 20 or more"),
+        ("max_split_size_mb:" + "9" * 5000, "write a whole number"),
+        ("roundup_power2_divisions:3", "roundup_power2_divisions is 3; PyTorch takes powers of two"),
+        ("roundup_power2_divisions:[256:1,512:2,>:4]", "by size is not modelled; write one number for all sizes"),
+    ],
+)
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_a_bad_setting_of_the_environment_is_one_line_that_names_the_variable(variable, text, expected):
+    with pytest.raises(UsageError) as caught:
+        settings_from({variable: text})
+    assert str(caught.value).startswith(f"{variable}: ") and expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@given(st.text(alphabet="abcdexpandable_segments:,[]0123456789TrueFalse ", max_size=60))
+def test_any_text_is_settings_or_a_usage_error(text):
+    with contextlib.suppress(UsageError):
+        settings_from({"PYTORCH_ALLOC_CONF": text})
+
+
+@pytest.mark.parametrize("divisions", [2**40, 2**59])
+def test_divisions_finer_than_any_size_change_nothing(divisions):
+    settings_ = settings_from({"PYTORCH_ALLOC_CONF": f"roundup_power2_divisions:{divisions}"})
+    assert round_sizes(np.array([1000, 2**40 + 1]), settings_.roundup_power2_divisions).tolist() == [1024, 2**40 + 512]

@@ -6,13 +6,28 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from landscapes import make_description
 
 from autofit import codec
+from autofit.api import Result
 from autofit.errors import RunDirectoryError, UsageError
-from autofit.records import Budget, Candidate, Machine, Measurement, ModelTask, Outcome, Task
+from autofit.records import (
+    Budget,
+    Candidate,
+    EvaluationGrowth,
+    Machine,
+    Measurement,
+    ModelTask,
+    Outcome,
+    PhaseRecord,
+    Prediction,
+    Selection,
+    Task,
+)
 from autofit.store import RunDirectory, read_run, replaced_folder, run_name, write_atomically
 
 RUN = {"identity": "abc", "command": "--model m"}
@@ -167,3 +182,54 @@ def test_a_run_directory_of_the_first_schema_stays_readable():
     assert run["command"] == "examples/text_classification.py"
     assert [m.probe for m in measurements] == ["0001", "0002", "0003"]
     assert all(m.outcome is Outcome.FITS and m.train_speed.per_second > 10 for m in measurements)
+
+
+def make_prediction(**changes) -> Prediction:
+    made = Prediction(
+        candidate=Candidate({"optim": "sgd"}),
+        device="cuda-8.6",
+        source="rewritten",
+        phases=(PhaseRecord("train", 0.0, 4, 5, 6, 0), PhaseRecord("evaluate", 0.0, 1, 2, 3, 0)),
+        growth=EvaluationGrowth(8, 80, 0.5, 0.5, 40, 40, {"predictions": 0.5}),
+        step_seconds=0.25,
+        categories={"parameters": 3},
+        modules=(("model.layers", 2),),
+        machine=MACHINE.key,
+    )
+    return replace(made, **changes)
+
+
+def test_a_prediction_comes_back_from_the_journal_as_it_went_in(tmp_path):
+    with RunDirectory.open(tmp_path / "run", RUN) as directory:
+        directory.record(make_measurement("0001"))
+        directory.record_prediction(make_prediction())
+    _, measurements, predictions = read_run(tmp_path / "run")
+    assert measurements == [make_measurement("0001")]
+    assert predictions == [make_prediction()]
+
+
+def test_predictions_of_an_older_journal_are_of_no_machine_and_one_of_its_own_has_none(tmp_path):
+    with RunDirectory.open(tmp_path / "run", RUN) as directory:
+        directory.record_prediction(make_prediction())
+    journal = tmp_path / "run/journal.jsonl"
+    entry = json.loads(journal.read_text())
+    del entry["record"]["machine"]
+    journal.write_text(json.dumps(entry) + "\n")
+    assert read_run(tmp_path / "run")[2] == [make_prediction(machine="")]
+    assert read_run(Path(__file__).parent / "data" / "schema-1")[2] == []
+
+
+def test_a_frame_joins_predictions_with_what_the_same_machine_measured(tmp_path):
+    other = replace(MACHINE, versions={"torch": "9.9"})
+    measurements = [replace(make_measurement(p), device=m.key) for p, m in (("0001", MACHINE), ("0002", other))]
+    predictions = [
+        make_prediction(),
+        make_prediction(machine="", phases=(PhaseRecord("train", 0.0, 7, 8, 9, 0),)),  # of an older journal
+    ]
+    result = Result(
+        tmp_path, Selection(None, None, None, None), Budget(10**9, 10**9), MACHINE, make_description(), measurements,
+        predictions=predictions,
+    )  # fmt: skip
+    frame = result.frame().set_index("probe")
+    assert frame.loc["0001", "predicted_train_bytes"] == 6
+    assert frame["predicted_train_bytes"].isna().tolist() == [False, True]

@@ -231,6 +231,7 @@ def _forecasts_json(found: Any) -> str:
             {
                 "gpu": row.target.name,
                 "label": row.label,
+                "processes": row.processes,
                 "calibrated": False,
                 "budget_bytes": row.budget_bytes,
                 "context_bytes": row.target.context_bytes,

@@ -180,6 +180,8 @@ PREDICT_OPTIONS: list[click.Parameter] = [
     _option("--gpu", group="what", metavar="NAME", help="The card to predict for: rtx-3090, t4, a100-40gb, …; all for "
             "every card that autofit knows; cpu. Default: the GPU of this machine."),
     *_shared("--task", "--seq-len", "--image-size", "--effective-batch", "--dtype", "--lora", "--args", "--eval-rows"),
+    _option("--processes", group="model", type=int, default=1, metavar="N", help="Processes of a DistributedDataParallel "
+            "training, a card each; what is printed is per process. Default: 1."),
     _option("--batch", group="settings", type=int, metavar="ROWS", help="Per-device train batch."),
     _option("--accumulation", group="settings", type=int, metavar="N", help="Batches per optimizer step."),
     _option("--eval-batch", group="settings", type=int, metavar="ROWS", help="Per-device evaluation batch."),
@@ -194,7 +196,7 @@ PREDICT_OPTIONS: list[click.Parameter] = [
             "adafactor, adamw_bnb_8bit, …"),
     _option("--attention", group="settings", metavar="NAME", help="sdpa, eager, …: what the model can use."),
     _shared("--budget", help="What the training process may hold on the card: 20GB, 20GiB. Default: all that the card "
-            "gives one process.")[0],
+            "gives one process; of this machine's own device, that less 5 % headroom.")[0],
     _option("--max-batch", group="output", is_flag=True, help="A table of the largest batch for each precision, "
             "checkpointing and optimizer."),
     _option("--verify", group="output", is_flag=True, help="Predict a second time, by a shadow run at these very batch "

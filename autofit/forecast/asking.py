@@ -15,10 +15,13 @@ from autofit.forecast.options import (
     BATCH,
     Place,
     PredictOptions,
+    allocator_of,
     candidate_of,
     check_options,
     place_notes,
     places_of,
+    precision_refusal,
+    process_notes,
     task_and_knobs,
     traced_task,
     with_lean_evaluation,
@@ -26,9 +29,11 @@ from autofit.forecast.options import (
 from autofit.forecast.rows import Forecast, Forecasts, rows_per_step, structure_words
 from autofit.forecast.trace_cache import TraceCache
 from autofit.harness.server import FIRST_IMPORTS, SHADOW_IMPORTS
+from autofit.harness.shadow.allocator import AllocatorSettings
 from autofit.launch import Launcher
 from autofit.machine import read_machine
-from autofit.prediction import FITS, ShadowRuns, judge, largest_batch
+from autofit.prediction import ShadowRuns, judge, largest_batch
+from autofit.prediction.verdict import MOST_BATCH
 from autofit.records import Candidate, Description, Failure, ShadowDevice, Task
 from autofit.study import preflight
 from autofit.workloads.script_task import redact
@@ -39,6 +44,7 @@ LEAN_EVALUATION = (
     "assumed: an evaluation that takes little, since training is compared here; --eval-batch, --eval-accumulation and "
     "--logits set another"
 )
+MOST_ROWS = f"looked at batches up to {MOST_BATCH} rows only, and that many fit"
 NO_FAMILY = (
     "it runs otherwise at every batch size, so that each takes a shadow run of its own; ask for one with --batch"
 )
@@ -52,6 +58,7 @@ def predict(*, say: Callable[[str], None] = lambda text: None, **options: Any) -
     chosen = PredictOptions(**options)
     check_options(chosen)
     places = places_of(chosen)
+    allocator, allocator_notes = allocator_of(places)
     machine = read_machine("cpu")
     notes: list[str] = []
     task, wanted = task_and_knobs(chosen, machine, notes.append)
@@ -72,8 +79,9 @@ def predict(*, say: Callable[[str], None] = lambda text: None, **options: Any) -
         candidate = candidate_of(description, wanted, None if chosen.gpu == ALL_GPUS else places[0])
         kept.lay_out(runs)
         stack.callback(kept.take_in, runs)
-        asked = _Asked(chosen, task, description, _Tracer(ran, description, launcher, runs, machine.versions, say))
-        notes += place_notes(places)
+        tracer = _Tracer(ran, description, launcher, runs, machine.versions, allocator, say)
+        asked = _Asked(chosen, task, description, tracer)
+        notes += [*place_notes(places), *process_notes(chosen.processes), *allocator_notes]
         if chosen.gpu != ALL_GPUS and not chosen.max_batch:
             return asked.one(places[0], candidate, notes)
         lean = with_lean_evaluation(candidate, description, wanted)
@@ -94,10 +102,11 @@ class _Tracer:
         launcher: Launcher,
         folder: Path,
         versions: dict[str, str],
+        settings: AllocatorSettings,
         say: Callable[[str], None],
     ) -> None:
         self._task, self._description, self._launcher = task, description, launcher
-        self._folder, self._versions, self._say = folder, versions, say
+        self._folder, self._versions, self._settings, self._say = folder, versions, settings, say
         self._runs: dict[str, ShadowRuns] = {}
         self._warm = False
 
@@ -111,6 +120,7 @@ class _Tracer:
                 self._launcher,
                 self._folder,
                 self._versions,
+                settings=self._settings,
                 on_run=self._before_run,
             )
         return self._runs[name]
@@ -155,7 +165,9 @@ class _Asked:
                 continue
             batch = largest_batch(runs, structure, place.budget_bytes)
             rows.append(self._forecast(place, structure.but({BATCH: batch or 1})))
-        rows.sort(key=lambda row: (not _fits(row), -(row.rows_per_second or 0.0)))
+            if batch == MOST_BATCH:
+                notes.append(MOST_ROWS)
+        rows.sort(key=lambda row: (not row.fits, -(row.rows_per_second or 0.0)))
         return self._answer("max-batch", rows, notes, failed)
 
     def best_by_gpu(self, places: list[Place], candidate: Candidate, notes: list[str]) -> Forecasts:
@@ -168,10 +180,14 @@ class _Asked:
         for place in places:
             found: list[Forecast] = []
             for precision in self._precisions(str(candidate["precision"]), place)[:2]:
+                refused = precision_refusal(precision, place)
+                if refused is not None:
+                    failed[place.label] = f"it {refused}"
+                    continue
                 found += self._best_in(place, candidate.but(precision=precision), failed)
-                if any(_fits(row) for row in found):
+                if any(row.fits for row in found):
                     break
-            fitting = [row for row in found if _fits(row)]
+            fitting = [row for row in found if row.fits]
             if fitting:
                 rows.append(max(fitting, key=lambda row: row.rows_per_second or 0.0))
             elif found:
@@ -183,7 +199,7 @@ class _Asked:
         found: list[Forecast] = []
         for recompute in self._checkpointing():
             structure = candidate.but(activation_checkpointing=recompute)
-            if found and _fits(found[0]) and not _accumulates(found[0]):
+            if found and found[0].fits and not _accumulates(found[0]):
                 break
             row = self._largest_that_fits(place, structure, rows_per_step(candidate))
             if row.prediction.failure is not None:
@@ -199,7 +215,7 @@ class _Asked:
         does not fall with the batch.
         """
         whole = self._forecast(place, self._sized(structure, effective))
-        if whole.prediction.failure is not None or _fits(whole) or effective == 1:
+        if whole.prediction.failure is not None or whole.fits or effective == 1:
             return whole
         batches = [batch for batch in _divisors(effective) if batch < effective]
         best = None
@@ -209,7 +225,7 @@ class _Asked:
         while low < high:
             middle = (low + high) // 2
             row = self._forecast(place, self._sized(structure, effective, batches[middle]))
-            if _fits(row):
+            if row.fits:
                 best, low = row, middle + 1
             else:
                 high = middle
@@ -254,10 +270,6 @@ class _Asked:
             raise WorkloadError("the workload could not be traced; a search measures it instead", why)
         unique = tuple(dict.fromkeys(notes))
         return Forecasts(kind, redact(self._task), self._description, tuple(rows), unique, failed or {}, **more)
-
-
-def _fits(row: Forecast) -> bool:
-    return row.verdict is not None and row.verdict.answer == FITS
 
 
 def _accumulates(row: Forecast) -> bool:

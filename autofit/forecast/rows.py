@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from autofit.harness.shadow.trace import Trace
-from autofit.prediction import ShadowTarget, Verdict
+from autofit.prediction import FITS, ShadowTarget, Verdict
 from autofit.records import Candidate, Description, Prediction, Task
 
 
@@ -20,11 +20,20 @@ class Forecast:
     verified: Prediction | None = None
 
     @property
+    def fits(self) -> bool:
+        return self.verdict is not None and self.verdict.answer == FITS
+
+    @property
+    def processes(self) -> int:
+        """That train together, a card each. Bytes are those of one of them."""
+        return self.target.device.processes
+
+    @property
     def rows_per_second(self) -> float | None:
-        """Estimated; only the order counts."""
+        """Of all processes; estimated, and only the order counts."""
         if not self.prediction.step_seconds:
             return None
-        return rows_per_step(self.candidate) / self.prediction.step_seconds
+        return self.processes * rows_per_step(self.candidate) / self.prediction.step_seconds
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,7 @@ class Forecasts:
 
 
 def rows_per_step(candidate: Candidate) -> int:
+    """Of one process."""
     return int(candidate["per_device_train_batch_size"]) * int(candidate.get("gradient_accumulation_steps") or 1)
 
 

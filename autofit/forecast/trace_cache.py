@@ -22,6 +22,7 @@ from autofit.store import write_atomically
 
 MOST_TASKS = 100  # folders that are kept; a trace has some tens of kilobytes
 DESCRIPTION_FILE = "description.json"
+PRIVATE = 0o700  # names of models and of their parts are nobody else's business
 
 
 class TraceCache:
@@ -50,7 +51,9 @@ class TraceCache:
         if self._folder is None:
             return
         with contextlib.suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
+            for folder in (self._folder.parent, self._folder):
+                folder.mkdir(PRIVATE, parents=True, exist_ok=True)
+                folder.chmod(PRIVATE)  # also one that an earlier version made
             write_atomically(self._folder / DESCRIPTION_FILE, codec.encode(description) + b"\n")
             self._forget_oldest()
 

@@ -45,6 +45,7 @@ class RowPlan:
         lengths.sort(key=lambda pair: (-pair[0], pair[1]))
         self.longest_row = lengths[0][0]
         self.uniform = lengths[0][0] == lengths[-1][0]  # every row has the same length
+        self.longest_rows = sum(1 for length, _ in lengths if length == self.longest_row)
         self._by_length = [index for _, index in lengths]
 
     def longest(self, count: int) -> list[int]:

@@ -109,6 +109,11 @@ class Harness:
             )
             if self._request.device == "cpu" or self._request.shadow is not None:
                 overrides[installed_name("use_cpu", fields)] = True
+            if self._request.shadow is not None and not self._candidate_arguments():
+                overrides |= {
+                    "fp16": False,
+                    "tf32": None,
+                }  # of the card that is meant; accelerate refuses fp16 on a CPU
             for name in ("metric_for_best_model", "greater_is_better"):
                 # Derived from `load_best_model_at_end`, which a probe turns off; early stopping insists on them.
                 if self._user_resolved.get(name) is not None:

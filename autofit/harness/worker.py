@@ -4,6 +4,7 @@
 The same code runs in both.
 """
 
+import dataclasses
 import faulthandler
 import os
 import runpy
@@ -18,7 +19,9 @@ from autofit import codec
 from autofit.harness.device_meter import DeviceMeter, make_meter
 from autofit.harness.recorder import Recorder
 from autofit.harness.trainer_hooks import Harness
+from autofit.probe_folder import write_privately
 from autofit.records import Failure, Outcome, Reply, Request, ScriptTask
+from autofit.workloads.script_task import redact
 
 REQUEST_FILE = "request.json"
 
@@ -29,6 +32,8 @@ def run(folder: str) -> NoReturn:
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the parent asks where a child hangs before it kills it
     path = Path(folder) / REQUEST_FILE
     request = codec.decode(path.read_bytes(), Request, path)
+    if request.task.script is not None:  # its command may hold secrets, and whoever wrote it may be killed
+        write_privately(path, codec.encode(dataclasses.replace(request, task=redact(request.task))))
     recorder = Recorder(folder, request.requested_at)
     recorder.at("start")
     harness = Harness(request, _make_meter(request), recorder)

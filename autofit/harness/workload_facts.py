@@ -18,6 +18,7 @@ SIZES = (
     "hidden_size",
     "intermediate_size",
     "num_attention_heads",
+    "head_dim",
     "vocab_size",
     "num_labels",
     "image_size",
@@ -42,6 +43,7 @@ def describe(
     notes: list[str] = []
     training = None if trainer.train_dataset is None else pick_training_set(trainer, notes)
     _, evaluation = pick_evaluation_set(trainer, notes)
+    plan = rows.RowPlan(training) if training is not None and len(training) else None
     has_metrics = trainer.compute_metrics is not None
     own_reduction = trainer.preprocess_logits_for_metrics is not None
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
@@ -65,7 +67,8 @@ def describe(
         reductions=("full", *REDUCTIONS) if has_metrics and not own_reduction else (),
         train_rows=len(training) if training is not None and training is trainer.train_dataset else None,
         eval_rows=None if evaluation is None or has_own_eval_loader(trainer) else len(evaluation),
-        longest_row=rows.RowPlan(training).longest_row if training is not None and len(training) else None,
+        longest_row=plan.longest_row if plan else None,
+        longest_rows=None if plan is None or plan.uniform else plan.longest_rows,
         device_facts=_device_facts(request.device),
         modules=tuple(
             sorted(m for m in sys.modules if m.split(".")[0] in LIBRARIES and not m.startswith("torch.classes"))

@@ -1,19 +1,23 @@
 """What the search asks before it probes: by shadow runs where a structure has been traced, by formula elsewhere.
 
-It orders candidates, and decides what an out-of-memory rules out; it never decides what fits.
+It orders candidates, and says what is worth a probe and what an out-of-memory rules out; that a candidate fits is for
+its probe to say.
 """
 
 import statistics
 import time
+from collections.abc import Iterable
 
 from autofit.prediction.formula import Formula, structure
 from autofit.prediction.shadow_runs import ShadowRuns
-from autofit.records import Candidate, Description, Failure, Measurement, Prediction
+from autofit.records import Candidate, Description, Failure, Measurement, Outcome, PhaseRecord, Prediction
 
+SHADOW_SECONDS = 30.0  # for shadow runs, in any case; a search adds a share of the time of its probes
 # Estimates this far above the budget are not tried. The formula's error once scaled is well below; a shadow run is within
 # 5 % of live bytes, and what a process holds beyond them differs by 15 to 28 % between processes of one program on a CPU.
 WIDE, WIDE_TRACED = 1.25, 1.15
 RESIDENT_SHARE = {"cpu": 1.2, "cuda": 1.0}  # resident over live bytes, before a probe has told
+TRAINING = ("train", "train-again")  # phases
 
 
 class Predictor:
@@ -25,9 +29,12 @@ class Predictor:
     def __init__(self, description: Description, device: str, shadows: ShadowRuns | None = None) -> None:
         self._formula = Formula(description, device)
         self._shadows = shadows
-        self._resident = RESIDENT_SHARE["cpu" if device == "cpu" else "cuda"]
+        self._on_cpu = device == "cpu"
+        self._resident = RESIDENT_SHARE["cpu" if self._on_cpu else "cuda"]
         self._predictions: dict[str, Prediction] = {}
         self._measured: dict[str, tuple[Candidate, int]] = {}  # what ran: candidate key -> candidate, bytes
+        self._seen: dict[str, Candidate] = {}  # what was probed
+        self._fits_under: dict[tuple[str, int], bool | None] = {}  # (candidate key, cap in bytes) -> as replayed
         self._unknown: set[str] = set()  # keys of candidates whose structure has no trace yet
         self._shadow_seconds = 0.0
         self.untraceable: Failure | None = None
@@ -71,6 +78,36 @@ class Predictor:
             return self._formula.train_bytes(candidate)
         return int(predicted.train_bytes * self._correction(candidate))
 
+    def fits(self, candidate: Candidate, budget_bytes: int, share: float = 1.0) -> bool:
+        """Whether training is estimated to run within `share` of the budget.
+
+        On CUDA a peak of reserved memory above the budget does not tell: at the cap the allocator gives cached segments
+        back. So a trace is replayed under the cap.
+        """
+        allowed = share * budget_bytes
+        predicted = self.prediction(candidate)
+        if self._on_cpu or predicted is None or predicted.train_bytes is None:
+            return self.train_bytes(candidate) <= allowed
+        cap = int((allowed - self._shadows.target.context_bytes) / self._correction(candidate))
+        if cap < (self.least_bytes(candidate) or 0):
+            return False  # no allocator holds less than what is alive
+        if all((phase.reserved_bytes or 0) <= cap for phase in _training(predicted)):
+            return True  # the cap is never met
+        if any((phase.allocated_bytes or 0) > cap for phase in predicted.phases):
+            return True  # the replay would end in evaluation, which says nothing of training
+        asked = candidate.key, cap
+        if asked not in self._fits_under:
+            self._fits_under[asked] = self._shadows.fits(candidate, cap)
+        replayed = self._fits_under[asked]
+        return self._formula.train_bytes(candidate) <= allowed if replayed is None else replayed
+
+    def least_bytes(self, candidate: Candidate) -> int | None:
+        """Bytes of live tensors at the peak of training, as predicted; None where the structure has not been traced."""
+        predicted = self.prediction(candidate)
+        if predicted is None:
+            return None
+        return max((p.allocated_bytes for p in _training(predicted) if p.allocated_bytes is not None), default=None)
+
     def seconds_per_row(self, candidate: Candidate) -> float:
         """Of one row in training; only ratios mean anything."""
         traced = self._traced_seconds(candidate)
@@ -78,14 +115,17 @@ class Predictor:
             return traced
         return self._formula.seconds_per_row(candidate) * self._pace()
 
-    def widest(self, candidate: Candidate, budget_bytes: int) -> float:
-        """The estimate beyond which the candidate is not worth a probe."""
-        return (WIDE if self.prediction(candidate) is None else WIDE_TRACED) * budget_bytes
+    def could_fit(self, candidate: Candidate, budget_bytes: int) -> bool:
+        """Whether it is worth a probe: estimates that are wrong by their usual error would let it fit."""
+        return self.fits(candidate, budget_bytes, WIDE if self.prediction(candidate) is None else WIDE_TRACED)
 
     def learn(self, measurement: Measurement) -> None:
-        """Correct the estimates by a probe that ran. Probes that did not are ignored."""
+        """Correct the estimates by a probe that ran. The peaks of one that did not are ignored."""
         self._formula.learn(measurement)
-        if measurement.ran and measurement.train_bytes is not None:
+        if measurement.outcome is not Outcome.KILLED:
+            self._seen[measurement.candidate.key] = measurement.candidate
+        at_the_cap = any(phase.retries for phase in _training(measurement))  # its peak is the cap's
+        if measurement.ran and measurement.train_bytes is not None and not at_the_cap:
             self._measured[measurement.candidate.key] = (measurement.candidate, measurement.train_bytes)
 
     def _correction(self, candidate: Candidate) -> float:
@@ -114,10 +154,24 @@ class Predictor:
         return predicted.step_seconds / rows
 
     def _pace(self) -> float:
-        """Traced seconds per unit of the formula's, so that both can be compared."""
+        """Traced seconds per unit of the formula's, so that both can be compared.
+
+        From what was probed, so that a resumed search has the same; before that from what was asked.
+        """
+        return (
+            self._median_pace(self._seen.values())
+            or self._median_pace([prediction.candidate for prediction in self._predictions.values()])
+            or 1.0
+        )
+
+    def _median_pace(self, candidates: Iterable[Candidate]) -> float | None:
         shares = [
-            seconds / self._formula.seconds_per_row(prediction.candidate)
-            for prediction in self._predictions.values()
-            if (seconds := self._traced_seconds(prediction.candidate)) is not None
+            seconds / self._formula.seconds_per_row(candidate)
+            for candidate in candidates
+            if (seconds := self._traced_seconds(candidate)) is not None
         ]
-        return statistics.median(shares) if shares else 1.0
+        return statistics.median(shares) if shares else None
+
+
+def _training(record: Prediction | Measurement) -> list[PhaseRecord]:
+    return [phase for phase in record.phases if phase.name in TRAINING]

@@ -52,10 +52,12 @@ from autofit.records import (
 )
 from autofit.trainer_args import arguments_of
 
-SEMANTICS = 1  # version of what a shadow run models; traces of another one are not read
+SEMANTICS = 2  # version of what a shadow run models; traces of another one are not read
 BATCHES = (2, 3)  # traced; from 2 on the operators are the same at every batch
 TIME_LIMIT_SECONDS = 600.0
+TRACED_EVAL_STEPS = 4  # of evaluation in a trace (`phases.EVAL_STEPS`)
 TOP_MODULES = 10
+CUDNN_FIRST = (9, 10)  # majors of capability on which torch prefers cuDNN's attention; see `semantics.attention`
 WIDE_HEAD = 192  # elements of an attention head, beyond which consumer cards have no flash attention in backward
 WORKSPACE = "workspace"  # category of the trace
 # Of the context where nobody has measured the card's: between the figures of a T4 and of an H100 in `catalog`.
@@ -89,7 +91,7 @@ def make_target(gpu: Gpu | None = None, machine: Machine | None = None) -> Shado
 class ShadowRuns:
     """Predictions for one described workload on one target; shadow runs are made when first needed, and kept in `folder`.
 
-    `on_run` is called with a sentence before each shadow run.
+    `on_run` is called with a sentence before each shadow run; `limit` tells how many seconds one may take.
     """
 
     def __init__(
@@ -102,9 +104,10 @@ class ShadowRuns:
         versions: dict[str, str],
         settings: AllocatorSettings | None = None,
         on_run: Callable[[str], None] = lambda text: None,
+        limit: Callable[[], float] = lambda: TIME_LIMIT_SECONDS,
     ) -> None:
         self._task, self._description, self.target, self._launcher = task, description, target, launcher
-        self._folder, self._on_run = folder, on_run
+        self._folder, self._on_run, self._limit = folder, on_run, limit
         self._settings = settings or AllocatorSettings()
         self._identity = digest(
             [SEMANTICS, versions, dataclasses.asdict(task)]
@@ -129,11 +132,12 @@ class ShadowRuns:
             if isinstance(family, Failure):
                 return family
             if family is not None:
-                return self._on_target(_accumulated(family.at(batch, eval_batch), accumulation)), "rewritten"
+                with contextlib.suppress(ValueError):  # a size that falls with the batch is negative somewhere
+                    return self._finished(family.at(batch, eval_batch), accumulation), "rewritten"
         traced = self._run(candidate, batch, eval_batch)
         if isinstance(traced, Failure):
             return traced
-        return self._on_target(_accumulated(traced, accumulation)), "traced"
+        return self._finished(traced, accumulation), "traced"
 
     def verify(self, candidate: Candidate) -> Prediction:
         """The prediction of a trace at these very batch sizes, to be held against `predict`."""
@@ -141,7 +145,7 @@ class ShadowRuns:
         traced = self._run(candidate, batch, eval_batch)
         if isinstance(traced, Failure):
             return Prediction(candidate, self.target.device.name, "traced", failure=traced)
-        return self._read(candidate, self._on_target(_accumulated(traced, accumulation)), "traced")
+        return self._read(candidate, self._finished(traced, accumulation), "traced")
 
     def family(self, candidate: Candidate) -> Family | Failure | None:
         """The traces of the candidate's structure at every batch; None where two traces are not one program."""
@@ -197,11 +201,13 @@ class ShadowRuns:
     def _key(self, candidate: Candidate) -> str:
         """Equal for candidates that are one program but for their batch sizes."""
         values = {**candidate.values}
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "eval_accumulation_steps"):
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
             values.pop(name, None)
+        values["eval_accumulation_steps"] = _flush_steps(candidate)
         if values.get("precision") == "tf32":
             values["precision"] = "fp32"  # the same tensors
         values["gradient_accumulation_steps"] = min(self._sizes(candidate)[2], TRACED_ACCUMULATION)
+        values["padded"] = self._device_of(candidate).padded
         return digest(values)
 
     def _make_family(self, candidate: Candidate) -> Family | Failure | None:
@@ -212,10 +218,11 @@ class ShadowRuns:
                 return traced
             traces.append(traced)
         try:
-            return fit(*traces)
+            family = fit(*traces)
         except TracesDifferError as error:
             self._on_run(f"traced one by one: {error}")
             return None
+        return dataclasses.replace(family, template=_with_joined_facts(family.template, *traces))
 
     def _run(self, candidate: Candidate, batch: int, eval_batch: int) -> Trace | Failure:
         """One shadow run, or its trace as it was kept."""
@@ -228,7 +235,7 @@ class ShadowRuns:
         ended = self._launcher.probe(
             self._request(candidate, batch, eval_batch, folder),
             how="fork" if self._description.forkable else "fresh",
-            time_limit=TIME_LIMIT_SECONDS,
+            time_limit=self._limit(),
             options=self._task.script.interpreter_options if self._task.script else (),
             trusted=True,  # it touches no device, so that a fork of anything is safe
         )
@@ -241,6 +248,7 @@ class ShadowRuns:
 
     def _result(self, reply: Reply, kept: Path) -> Trace | Failure:
         if reply.outcome is not Outcome.FITS:
+            kept.unlink(missing_ok=True)  # what failed after it had been written
             return reply.failure or Failure("start", None, reply.outcome.value, "the shadow run left no reason")
         try:
             return Trace.load(kept)
@@ -252,13 +260,51 @@ class ShadowRuns:
         capability = self.target.device.capability
         if capability is not None:
             sizes = self._description.config
-            head = int(sizes.get("hidden_size") or 0) // int(sizes.get("num_attention_heads") or 1)
+            heads = int(sizes.get("num_attention_heads") or 1)
+            head = int(sizes.get("head_dim") or 0) or int(sizes.get("hidden_size") or 0) // heads
             if capability < (8, 0):
                 capability = (7, 5)
+            elif capability[0] in CUDNN_FIRST:
+                capability = (capability[0], 0)
             elif head <= WIDE_HEAD:
                 capability = (8, 0)
+        longest = self._description.longest_rows
         return dataclasses.replace(
-            self.target.device, capability=capability, scaler=candidate.get("precision") == "fp16"
+            self.target.device,
+            capability=capability,
+            scaler=candidate.get("precision") == "fp16",
+            padded=longest is not None and self._sizes(candidate)[0] > longest,
+        )
+
+    def _finished(self, trace: Trace, accumulation: int) -> Trace:
+        """The trace as the candidate and the target would have it."""
+        return self._on_target(_accumulated(self._cut(trace), accumulation))
+
+    def _cut(self, trace: Trace) -> Trace:
+        """Without the steps of evaluation beyond the end of a small set, which a trace goes through again."""
+        rows, ends = self._description.eval_rows, trace.facts.get("prediction_events")
+        if not rows or not ends:
+            return trace
+        steps = -(-rows // int(trace.facts["eval_batch"]))
+        if steps >= len(ends):
+            return trace
+        first = int((trace.phases == trace.phase_names.index("evaluate")).argmax())
+        stop = first + int(ends[steps - 1])
+        blocks = int((trace.events[:stop] >= 0).sum())  # they are numbered in the order of their allocation
+        operations = trace.op_phases != trace.phase_names.index("evaluate")  # nothing is told of evaluation's time
+        return dataclasses.replace(
+            trace,
+            events=trace.events[:stop],
+            phases=trace.phases[:stop],
+            sizes=trace.sizes[:blocks],
+            categories=trace.categories[:blocks],
+            modules=trace.modules[:blocks],
+            micro_batches=trace.micro_batches[:blocks],
+            op_flops=trace.op_flops[operations],
+            op_bytes=trace.op_bytes[operations],
+            op_kinds=trace.op_kinds[operations],
+            op_phases=trace.op_phases[operations],
+            facts={**trace.facts, "prediction_events": ends[:steps]},
         )
 
     def _on_target(self, trace: Trace) -> Trace:
@@ -275,9 +321,9 @@ class ShadowRuns:
             gradient_accumulation_steps=min(self._sizes(candidate)[2], TRACED_ACCUMULATION),
         )
         changes: dict[str, Any] = {}
-        if "per_device_eval_batch_size" in candidate.values:
-            changes |= {"per_device_eval_batch_size": eval_batch, "eval_accumulation_steps": None}
-        if candidate.get("precision") == "fp16":  # refused on a CPU; its sizes are those of bf16
+        if "eval_accumulation_steps" in candidate.values:
+            changes["eval_accumulation_steps"] = _flush_steps(candidate)
+        if candidate.get("precision") == "fp16":  # refused on a CPU; the shadow device says what is meant
             changes["precision"] = "bf16"
         traced = traced.but(changes)
         attention = candidate.get("attention")
@@ -318,12 +364,13 @@ class ShadowRuns:
             step_seconds=self.step_seconds(candidate, trace),
             categories=breakdown(trace, event),
             modules=tuple(by_module(trace, event, TOP_MODULES).items()),
+            notes=tuple(trace.facts.get("notes", ())),
         )
 
     def _growth(self, candidate: Candidate, trace: Trace, replayed: Replay) -> EvaluationGrowth | None:
         """Evaluation over the whole set, from the few steps that the trace holds."""
         facts, rows = trace.facts, self._description.eval_rows
-        if "evaluate" not in replayed.peaks or not rows or "first_prediction" not in facts:
+        if "evaluate" not in replayed.peaks or not rows or "prediction_events" not in facts:
             return None
         context, live = self.target.context_bytes, trace.live_bytes
         first = int((trace.phases == trace.phase_names.index("evaluate")).argmax())
@@ -332,11 +379,11 @@ class ShadowRuns:
         return project(
             on_host=self.target.device.kind == "cpu",
             base_bytes=int(live[first - 1]) + context,
-            first_step_peak=int(live[first : first + int(facts["first_prediction"])].max()) + context,
+            first_step_peak=int(live[first : first + int(facts["prediction_events"][0])].max()) + context,
             measured_peak=replayed.peaks["evaluate"].reserved_bytes + context,
-            outputs=facts["outputs"],
-            host_outputs=facts["host_outputs"],
-            rows_measured=int(facts["eval_steps"]) * batch,
+            outputs=_per_row(facts["outputs"], batch),
+            host_outputs=_per_row(facts["host_outputs"], batch),
+            rows_measured=min(len(facts["prediction_events"]) * batch, rows),
             rows_total=rows,
             batch=batch,
             accumulation_steps=None if steps is None else int(steps),
@@ -348,6 +395,10 @@ class ShadowRuns:
         begin, update, end = (int(place) for place in trace.facts["second_step"])
         accumulation = self._sizes(candidate)[2]
         tf32 = candidate.get("precision") == "tf32"
+        rates = self.target.rates
+        capability = self.target.device.capability
+        if candidate.get("precision") == "bf16" and capability is not None and capability < (8, 0):
+            rates = dataclasses.replace(rates, half_flops=rates.fp32_flops)  # there it is emulated
 
         def seconds(start: int, stop: int) -> float:
             chosen = slice(start, stop)
@@ -356,7 +407,7 @@ class ShadowRuns:
                 trace.op_bytes[chosen],
                 trace.op_kinds[chosen],
                 trace.op_kind_names,
-                self.target.rates,
+                rates,
                 tf32,
             )
 
@@ -366,6 +417,38 @@ class ShadowRuns:
 
 def _accumulated(trace: Trace, steps: int) -> Trace:
     return trace if steps <= TRACED_ACCUMULATION else with_accumulation(trace, steps)
+
+
+def _flush_steps(candidate: Candidate) -> int | None:
+    """Steps after which a trace moves what evaluation keeps to the host; None where it ends before."""
+    steps = candidate.get("eval_accumulation_steps")
+    return int(steps) if steps is not None and int(steps) <= TRACED_EVAL_STEPS else None
+
+
+def _with_joined_facts(template: Trace, *traces: Trace) -> Trace:
+    """The template with facts of every trace by its batch, where they need not be one: notes, and what evaluation keeps."""
+    facts = dict(template.facts)
+    facts["notes"] = list(dict.fromkeys(note for trace in traces for note in trace.facts.get("notes", ())))
+    for name in ("outputs", "host_outputs"):
+        if any(name in trace.facts for trace in traces):
+            facts[name] = {str(trace.facts["batch"]): trace.facts.get(name, {}) for trace in traces}
+    return dataclasses.replace(template, facts=facts)
+
+
+def _per_row(outputs: dict[str, Any], batch: int) -> dict[str, float]:
+    """Bytes of each output per row at `batch` rows, from one trace or from those of a family by their batch.
+
+    A tensor of a fixed size takes less per row the more rows there are, which is left out; one that grows with the square
+    of the batch (every row against every other) takes more, which is affine.
+    """
+    if not outputs or not all(isinstance(value, dict) for value in outputs.values()):
+        return outputs
+    (low, first), (high, second) = sorted((int(at), value) for at, value in outputs.items())
+    found = {}
+    for name in {**first, **second}:
+        slope = (second.get(name, 0.0) - first.get(name, 0.0)) / (high - low)
+        found[name] = second.get(name, 0.0) + max(slope, 0.0) * (batch - high)
+    return found
 
 
 def _highest_event(trace: Trace, replayed: Replay) -> int:

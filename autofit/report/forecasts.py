@@ -8,7 +8,7 @@ from rich.console import Console
 from autofit import __version__
 from autofit.forecast import Forecast, Forecasts
 from autofit.prediction import BORDERLINE, DOES_NOT_FIT, FITS
-from autofit.prediction.verdict import ABOVE, BELOW
+from autofit.prediction.verdict import MOST_BATCH, interval_of
 from autofit.records import Prediction
 from autofit.report.grid import Column, fold_parts, lay_out
 from autofit.report.labels import COLUMNS, UNKNOWN, count_text, knob_texts, plain, rate_text, value_text
@@ -46,7 +46,8 @@ def _draw_head(found: Forecasts, unit: str, console: Console) -> None:
         parts = [part for part in parts if not part.startswith("effective batch")]  # it is what is looked for
     facts = [("autofit", [__version__]), ("task", parts)]
     if found.kind != "gpus":
-        facts.append(("card", [first.label, f"budget {format_bytes(first.budget_bytes, unit)}"]))
+        several = [f"{first.processes} processes, one on each"] if first.processes > 1 else []
+        facts.append(("card", [first.label, *several, f"budget {format_bytes(first.budget_bytes, unit)}"]))
     description = found.description
     trained = description.trainable_parameters
     share = "" if trained == description.parameters else f", {count_text(trained)} of them trained"
@@ -80,6 +81,7 @@ def _draw_one(found: Forecasts, unit: str, console: Console) -> None:
         print_line(console, "")
         speed = (
             f"~{format_seconds(prediction.step_seconds)} per optimizer step, ~{rate_text(row.rows_per_second)} rows/s"
+            f"{_of_all(row)}"
         )
         print_folded(console, f"{speed}: the time {ORDER_ONLY}")
     for note in prediction.notes:
@@ -104,7 +106,10 @@ def _draw_phases(row: Forecast, unit: str, console: Console) -> None:
     _draw_table([Column("peak in"), *(Column(head, right=True) for head in heads)], cells, console)
     if on_cpu:
         print_folded(
-            console, "live tensors: what tensors take; the process holds more, as its allocator rounds and keeps", "dim"
+            console,
+            "live tensors: what tensors take; the process holds up to "
+            f"{interval_of(row.target)[1] - 1:.0%} more, as its allocator rounds and keeps",
+            "dim",
         )
         return
     context = format_bytes(row.target.context_bytes, unit)
@@ -122,11 +127,19 @@ def verdict_sentence(row: Forecast, unit: str) -> str:
     if verdict is None:
         return "no verdict: nothing could be predicted"
     low, high, budget = (format_bytes(n, unit) for n in (verdict.low_bytes, verdict.high_bytes, verdict.budget_bytes))
-    text = f"{verdict.answer}: the process is expected to peak between {low} and {high}, and the budget is {budget}"
-    if row.target.device.kind == "cuda":
-        below, above = 1 - BELOW, ABOVE - 1
+    who = "the process is" if row.processes == 1 else f"each of the {row.processes} processes is"
+    text = f"{verdict.answer}: {who} expected to peak between {low} and {high}, and the budget is {budget}"
+    on_cpu = row.target.device.kind == "cpu"
+    below, above = interval_of(row.target)
+    if on_cpu:
         text += (
-            f" (the interval: what torch holds is up to {below:.0%} less or {above:.0%} more in published measurements)"
+            f" (the interval: a process on the CPU takes up to {above - 1:.0%} more than its live tensors; the interpreter "
+            "and its libraries are not counted)"
+        )
+    else:
+        text += (
+            f" (the interval: what torch holds may be {1 - below:.0%} less or {above - 1:.0%} more, the errors on published "
+            "measurements with a margin)"
         )
     train, evaluation = row.prediction.train_bytes, row.prediction.eval_bytes
     if verdict.answer != FITS and train is not None and evaluation is not None and evaluation > train:
@@ -134,7 +147,7 @@ def verdict_sentence(row: Forecast, unit: str) -> str:
             f"; evaluation decides, training alone peaks at {format_bytes(train, unit)}: a smaller --eval-batch, "
             "--eval-accumulation or --logits argmax take less"
         )
-    if verdict.answer != DOES_NOT_FIT and verdict.high_bytes > verdict.budget_bytes:
+    if not on_cpu and verdict.answer != DOES_NOT_FIT and verdict.high_bytes > verdict.budget_bytes:
         text += "; at the budget torch first gives back what it only caches, and then it runs through"
         text += "" if verdict.answer == FITS else ", unless the upper end is true"
     return text
@@ -187,7 +200,7 @@ def _draw_largest(found: Forecasts, unit: str, console: Console) -> None:
             text["precision"],
             text["ckpt"],
             text["optim"],
-            value_text(row.candidate["per_device_train_batch_size"]) if _fits(row) else "none",
+            _largest(row),
             _peak(row, unit),
             _speed(row),
         ]
@@ -201,18 +214,19 @@ def _draw_largest(found: Forecasts, unit: str, console: Console) -> None:
         Column("peak", right=True),
         Column("rows/s", right=True),
     ]
-    _draw_table(columns, cells, console, [STYLES[FITS] if _fits(row) else STYLES[DOES_NOT_FIT] for row in found.rows])
+    _draw_table(columns, cells, console, [STYLES[FITS] if row.fits else STYLES[DOES_NOT_FIT] for row in found.rows])
     accumulation = found.rows[0].candidate.get("gradient_accumulation_steps")
     same = [f"{name} {text}" for name, text in texts[0].items() if name not in shown and name != "batch"]
     for line in fold_parts([f"accumulation {accumulation}", *same], console.width, first="the same for all: "):
         print_line(console, line, "dim")
     budget = format_bytes(found.rows[0].budget_bytes, unit)
+    above = interval_of(found.rows[0].target)[1]
     print_folded(
-        console, f"largest batch: fits {budget} also where the true peak is {ABOVE - 1:.0%} above the predicted one"
+        console, f"largest batch: fits {budget} also where the true peak is {above - 1:.0%} above the predicted one"
     )
-    if not all(_fits(row) for row in found.rows):
+    if not all(row.fits for row in found.rows):
         print_folded(console, "none: one row does not fit either; the peak is that of one row")
-    print_folded(console, f"rows/s {ORDER_ONLY}")
+    print_folded(console, f"rows/s{_of_all(found.rows[0])} {ORDER_ONLY}")
     if len({row.candidate["optim"] for row in found.rows}) > 1:
         print_folded(console, "another optimizer than yours is another training")
 
@@ -253,15 +267,21 @@ def _draw_gpus(found: Forecasts, unit: str, console: Console) -> None:
         print_line(console, line, "dim")
     print_folded(
         console,
-        "batch: per-device batch × accumulation; their product is held. Shown is the fastest that fits in 16 bits, else in 32",
+        "batch: per-device batch × accumulation; their product is held"
+        f"{_of_all(found.rows[0], ', so is that of all {} processes')}. Shown is the fastest that fits in 16 bits, else in 32",
     )
     if any(answer != FITS for answer in answers):
         print_folded(console, "where nothing fits, the smallest peak is shown")
-    print_folded(console, f"rows/s {ORDER_ONLY}")
+    print_folded(console, f"rows/s{_of_all(found.rows[0])} {ORDER_ONLY}")
 
 
-def _fits(row: Forecast) -> bool:
-    return row.verdict is not None and row.verdict.answer == FITS
+def _largest(row: Forecast) -> str:
+    batch = row.candidate["per_device_train_batch_size"]
+    return "none" if not row.fits else f"≥ {batch}" if batch >= MOST_BATCH else value_text(batch)
+
+
+def _of_all(row: Forecast, text: str = " of all {} processes") -> str:
+    return "" if row.processes == 1 else text.format(row.processes)
 
 
 def _peak(row: Forecast, unit: str) -> str:

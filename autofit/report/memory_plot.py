@@ -13,6 +13,7 @@ import numpy as np
 
 from autofit.forecast import Forecasts
 from autofit.harness.shadow.trace import Timeline, timeline
+from autofit.prediction.verdict import CPU_ABOVE
 from autofit.report.forecasts import provenance, verdict_sentence
 from autofit.report.labels import knob_texts, plain
 from autofit.report.terminal import task_parts
@@ -82,7 +83,7 @@ def draw_memory(found: Forecasts, unit: str) -> str:
         f'<p class="predicted">{_escape(provenance(found))}</p>',
         f"<p>{_escape(verdict_sentence(row, unit))}</p>",
         f'<p class="soft">{_escape(settings)}</p>',
-        _svg(line, names, xs, row.budget_bytes, process, unit),
+        _svg(line, names, xs, row.budget_bytes, (_whose(row.target.device.kind), process), unit),
         _table(line, names, unit),
         f'<p class="soft">{_escape(_reading(row.target.device.kind, format_bytes(row.target.context_bytes, unit)))}</p>',
         _script(line, names, xs, unit),
@@ -99,11 +100,14 @@ def _reading(kind: str, context: str) -> str:
     """How the picture is to be read."""
     text = "From left to right: allocations and frees in their order, no scale of time; stretches in which little moves are short. "
     text += "Areas are live tensors, as they were asked for."
-    return text + (
-        f" The process holds more: what torch rounds and caches, and {context} of CUDA context."
-        if kind == "cuda"
-        else ""
-    )
+    if kind == "cuda":
+        return f"{text} The process holds more: what torch rounds and caches, and {context} of CUDA context."
+    return f"{text} The process holds up to {CPU_ABOVE - 1:.0%} more, as its allocator rounds and keeps."
+
+
+def _whose(kind: str) -> str:
+    """What the predicted peak is one of."""
+    return "the process" if kind == "cuda" else "live tensors"
 
 
 def _moving(line: Timeline) -> Timeline:
@@ -135,7 +139,10 @@ def _moving(line: Timeline) -> Timeline:
     )
 
 
-def _svg(line: Timeline, names: Sequence[str], xs: list[float], budget: int, process: int | None, unit: str) -> str:
+def _svg(
+    line: Timeline, names: Sequence[str], xs: list[float], budget: int, highest: tuple[str, int | None], unit: str
+) -> str:
+    whose, process = highest
     peak = max(int(line.total_bytes.max(initial=1)), process or 0)
     is_drawn = budget <= BUDGET_IN_SCALE * peak
     top, step = _scale(max(peak, budget) if is_drawn else peak, unit)
@@ -159,7 +166,7 @@ def _svg(line: Timeline, names: Sequence[str], xs: list[float], budget: int, pro
         )
         below = above
     if process is not None:
-        parts += _level("process", y(process), f"peak of the process {format_bytes(process, unit)}", "")
+        parts += _level("process", y(process), f"peak of {whose} {format_bytes(process, unit)}", "")
     if is_drawn:
         parts += _level("budget", y(budget), f"budget {format_bytes(budget, unit)}", "alarm")
     else:

@@ -14,6 +14,7 @@ import msgspec
 from autofit.harness.worker import REQUEST_FILE
 from autofit.knobs import KNOBS, Space
 from autofit.prediction import LAUNCH_ROWS, Predictor, ShadowRuns
+from autofit.prediction.predictor import SHADOW_SECONDS
 from autofit.probe_folder import REPLY_FILE
 from autofit.records import (
     Budget,
@@ -30,7 +31,6 @@ from autofit.records import (
 )
 from autofit.study.planner import EvaluatePlan, TrainPlan
 
-SHADOW_SECONDS = 30.0  # for shadow runs of a plan
 CONFIRM_PROBES = 4  # the winner and the user's settings, twice each
 WINDOWS = 2  # timed windows of a probe, of `Schedule.timed_seconds` each where steps are short
 ROWS = 64  # of a made-up window; its time alone says something
@@ -134,17 +134,20 @@ class _Outlook:
         while (step := plan.next(self._history, in_code)) is not None and len(self._steps) < most:
             if self._predictor.trace(step.candidate, SHADOW_SECONDS):
                 continue  # what is known now may speak for another candidate
-            held = self._predictor.train_bytes(step.candidate)
+            held, budget = self._predictor.train_bytes(step.candidate), self._budget.device_bytes
+            fits = self._predictor.fits(step.candidate, budget)
+            if fits:
+                held = min(held, budget)  # at the cap the allocator gives back what it has cached
             relative = self._predictor.seconds_per_row(step.candidate) / self._own_seconds
             traced = self._predictor.prediction(step.candidate) is not None
             self._steps.append(PlannedStep(step.candidate, step.purpose, step.why, held, relative, traced))
-            self._history.append(self._predict(step.candidate, step.purpose, held, relative))
+            self._history.append(self._predict(step.candidate, step.purpose, held, relative, fits))
 
-    def _predict(self, candidate: Candidate, purpose: str, held: int, relative: float) -> Measurement:
+    def _predict(self, candidate: Candidate, purpose: str, held: int, relative: float, fits: bool) -> Measurement:
         """The probe as the estimates have it."""
         facts = {"probe": f"planned-{len(self._steps)}", "purpose": purpose, "candidate": candidate, "seconds": 0.0}
         trains, evaluates = purpose != "evaluate", purpose in ("baseline", "evaluate")
-        if trains and held > self._budget.device_bytes:
+        if trains and not fits:
             failure = Failure("train", None, "estimate", "above the budget by estimate")
             return Measurement(outcome=Outcome.DEVICE_OOM, failure=failure, **facts)
         phases = [PhaseRecord("train", 0.0, process_bytes=held)] if trains else []
@@ -155,14 +158,16 @@ class _Outlook:
         predicted = self._predictor.prediction(candidate)
         growth = predicted.growth if predicted is not None and predicted.growth else self._growth(candidate, beside)
         phases.append(PhaseRecord("evaluate", 0.0, process_bytes=beside))
-        fits = growth.projected_process_bytes <= self._budget.device_bytes
+        evaluates_within = growth.projected_process_bytes <= self._budget.device_bytes
         return Measurement(
-            outcome=Outcome.FITS if fits else Outcome.OVER_BUDGET,
+            outcome=Outcome.FITS if evaluates_within else Outcome.OVER_BUDGET,
             phases=tuple(phases),
             train_speed=train_speed,
             eval_speed=Speed(ROWS, (ROWS * self._eval_seconds(candidate),)),
             growth=growth,
-            failure=None if fits else Failure("evaluate", None, "eval_growth", "above the budget by estimate"),
+            failure=None
+            if evaluates_within
+            else Failure("evaluate", None, "eval_growth", "above the budget by estimate"),
             **facts,
         )
 

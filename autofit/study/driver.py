@@ -17,6 +17,7 @@ from autofit.harness.server import FIRST_IMPORTS, SHADOW_IMPORTS
 from autofit.knobs import KNOBS, Space, needs_code
 from autofit.launch import Ended, Launcher
 from autofit.prediction import Predictor, ShadowRuns, make_target
+from autofit.prediction.predictor import SHADOW_SECONDS
 from autofit.records import (
     Budget,
     Candidate,
@@ -47,7 +48,8 @@ from autofit.study.mirror import Mirror
 from autofit.study.planner import EvaluatePlan, TrainPlan
 from autofit.trainer_args import arguments_of
 
-SHADOW_SECONDS, SHADOW_SHARE = 30.0, 0.25  # for shadow runs: that long in any case, and a share of the time of probes
+SHADOW_SHARE = 0.25  # of the time of probes, that shadow runs may take beyond `SHADOW_SECONDS`
+LEAST_SHADOW_LIMIT, MOST_SHADOW_LIMIT = 10.0, 600.0  # seconds that one shadow run may take
 DELAY_SHARE = 0.05  # of wall time that threads waited for a processor; above it a timed window is contaminated
 MOST_REPEATS = 2  # of disturbed probes in one search: on a machine that is never quiet the answer must come anyway
 FIRST_LIMIT_SECONDS = 1800.0  # until a probe has run: nothing is known
@@ -107,6 +109,7 @@ class Search:
             directory.path / SHADOWS,
             machine.versions,
             on_run=self._before_shadow_run,
+            limit=self._shadow_limit,
         )
         self._predictor = Predictor(description, machine.device, self._shadows)
         self._mirror = Mirror(directory.path / "study.db", space, self.history(), budget, listener.said)
@@ -185,16 +188,20 @@ class Search:
             # A script's own preparation may take minutes, so that its first probe comes before its first shadow run.
             may_trace = step.purpose != "baseline" or self._task.script is None
             if may_trace and (self._trace(self.space.baseline) or self._trace(step.candidate)):
+                for m in self.history():
+                    self._keep_prediction(m.candidate)
                 continue  # what is known now may speak for another candidate
             timed = step.purpose == "baseline"
             self.measure(step.candidate, step.purpose, step.why, evaluate=timed)
 
     def _trace(self, candidate: Candidate) -> bool:
-        """Make the shadow runs of a structure that has none. Returns whether there are new ones.
+        """Make the shadow runs of a structure that has none, while there is time. Returns whether there are new ones.
 
         They never run beside a probe. Where probes are short they are not worth their time, so they may take a share of
         what probes have taken so far.
         """
+        if self.out_of_time():
+            return False
         had_failed = self._predictor.untraceable
         most = SHADOW_SECONDS + SHADOW_SHARE * sum(m.seconds for m in self.history())
         traced = self._predictor.trace(candidate, most)
@@ -204,6 +211,13 @@ class Search:
                 f"no shadow runs: {failure.phase} cannot be traced ({failure.kind}: {failure.message}); estimates are by formula"
             )
         return traced
+
+    def _shadow_limit(self) -> float:
+        """Seconds that the next shadow run may take: what is left of `--max-time`, less the confirmation."""
+        if self._limits.max_seconds is None:
+            return MOST_SHADOW_LIMIT
+        left = self._limits.max_seconds - (time.monotonic() - self._began) - self._confirm_seconds()
+        return min(max(left, LEAST_SHADOW_LIMIT), MOST_SHADOW_LIMIT)
 
     def _before_shadow_run(self, _: str) -> None:
         """Import once what fake tensors bring along; again after that costs nothing."""
@@ -397,11 +411,12 @@ class Search:
 
     def _keep_prediction(self, candidate: Candidate) -> None:
         """What was predicted of a candidate goes to the journal beside what is measured of it."""
-        if any(p.candidate == candidate for p in self._directory.predictions):
+        machine = self._machine.key
+        if any(p.machine == machine and p.candidate == candidate for p in self._directory.predictions):
             return
         prediction = self._predictor.prediction(candidate)
         if prediction is not None:
-            self._directory.record_prediction(prediction)
+            self._directory.record_prediction(dataclasses.replace(prediction, machine=machine))
 
     def _time_limit(self) -> float:
         longest = max((m.seconds for m in self.history() if m.ran), default=None)

@@ -1,4 +1,7 @@
-"""What to probe next, from what was measured. Pure: the same history gives the same next candidate, so runs resume.
+"""What to probe next, from what was measured and traced.
+
+The same history gives the same next candidate where the same structures have been traced: traces are kept in the run
+directory, so runs resume.
 
 Training first: the full effective batch at once, the frontier of the batch size by bisection, then one knob after the
 other flipped at the best found so far, until no flip is left that could win. Evaluation next, on top of the chosen
@@ -14,11 +17,13 @@ from autofit.prediction import Predictor, structure
 from autofit.records import Budget, Candidate, Description, Measurement, Outcome
 from autofit.selection import fits_training
 
+DEVICE_MEMORY = (Outcome.DEVICE_OOM, Outcome.OVER_BUDGET)
 MEMORY = (Outcome.DEVICE_OOM, Outcome.HOST_OOM, Outcome.OVER_BUDGET)
 EVALUATION_PHASES = ("evaluate", "metrics")
 OTHER_STRUCTURE = 1.05  # above one that ran out, by prediction: peaks of two structures compare within their errors
 WORTH_CLIMBING = 0.97  # a structure this near to the best is followed to larger batches
 EVAL_GAIN = 1.03  # evaluation batches grow until two doublings gain less
+NEAR = 1.1  # of the budget: where nothing is estimated to fit, what is estimated within this is tried
 MOST_RESCUES = 8  # probes spent on finding anything that fits
 
 
@@ -97,27 +102,28 @@ class TrainPlan:
     def _ruled_out(self, candidate: Candidate) -> str | None:
         """Why it is not worth a probe; None when it is.
 
-        An out-of-memory rules out what is predicted to need no less. Where only the formula knows, everything but the batch
-        has to be equal, and the batch no smaller: under a held effective batch a smaller batch accumulates, which keeps
-        one more copy of the gradients, so it can need more.
+        An out-of-memory of the device rules out what is predicted to keep no less alive. Where only the formula knows, and
+        where the host ran out, everything but the batch has to be equal, and the batch no smaller: under a held effective
+        batch a smaller batch accumulates, which keeps one more copy of the gradients, so it can need more.
         """
         known_bad = refusal(candidate, self._description)
         if known_bad:
             return known_bad
-        needed = self._predictor.train_bytes(candidate)
-        traced = self._predictor.prediction(candidate) is not None
         for m in self._by_key.values():
-            if not self._out_of_memory(m):
-                continue
-            same = structure(m.candidate) == structure(candidate)
-            larger = int(candidate["per_device_train_batch_size"]) >= int(m.candidate["per_device_train_batch_size"])
-            both_traced = traced and self._predictor.prediction(m.candidate) is not None
-            margin = 1.0 if same else OTHER_STRUCTURE
-            if (both_traced or (same and larger)) and needed >= margin * self._predictor.train_bytes(m.candidate):
+            if self._out_of_memory(m) and self._needs_no_less(candidate, m):
                 return f"probe {m.probe} ran out of memory with less"
-        if needed > self._predictor.widest(candidate, self._budget.device_bytes):
+        if not self._predictor.could_fit(candidate, self._budget.device_bytes):
             return "cannot fit by estimate"
         return None
+
+    def _needs_no_less(self, candidate: Candidate, failed: Measurement) -> bool:
+        other = failed.candidate
+        same = structure(other) == structure(candidate)
+        larger = int(candidate["per_device_train_batch_size"]) >= int(other["per_device_train_batch_size"])
+        live, other_live = self._predictor.least_bytes(candidate), self._predictor.least_bytes(other)
+        if live is not None and other_live is not None and failed.outcome in DEVICE_MEMORY:
+            return live >= (1.0 if same else OTHER_STRUCTURE) * other_live
+        return same and larger and self._predictor.train_bytes(candidate) >= self._predictor.train_bytes(other)
 
     def _open(self, candidate: Candidate) -> bool:
         return candidate.key not in self._by_key and self._ruled_out(candidate) is None
@@ -171,19 +177,12 @@ class TrainPlan:
 
     def _largest_fitting(self, candidate: Candidate, batches: list[int]) -> int | None:
         """The largest that is estimated to fit; where none is, the middle one, unless an estimate is far off."""
-        open_batches = [b for b in batches if self._open(self._space.with_batch(candidate, b))]
-        fitting = [
-            b
-            for b in open_batches
-            if self._predictor.train_bytes(self._space.with_batch(candidate, b)) <= self._budget.device_bytes
-        ]
+        sized = {b: self._space.with_batch(candidate, b) for b in batches}
+        open_batches = [b for b in batches if self._open(sized[b])]
+        fitting = [b for b in open_batches if self._predictor.fits(sized[b], self._budget.device_bytes)]
         if fitting:
             return max(fitting)
-        near = [
-            b
-            for b in open_batches
-            if self._predictor.train_bytes(self._space.with_batch(candidate, b)) <= 1.1 * self._budget.device_bytes
-        ]
+        near = [b for b in open_batches if self._predictor.fits(sized[b], self._budget.device_bytes, NEAR)]
         return near[len(near) // 2] if near else None
 
     # ---- the other knobs ----
@@ -235,9 +234,7 @@ class TrainPlan:
         candidates = [c for c in self._space.train_candidates() if self._allowed(c, in_code)]
         untried = [c for c in candidates if c.key not in self._by_key and refusal(c, self._description) is None]
         fitting = [
-            c
-            for c in untried
-            if self._predictor.train_bytes(c) <= self._budget.device_bytes and self._ruled_out(c) is None
+            c for c in untried if self._predictor.fits(c, self._budget.device_bytes) and self._ruled_out(c) is None
         ]
         if fitting:
             pick = min(fitting, key=lambda c: self._predictor.seconds_per_row(c))

@@ -43,12 +43,23 @@ def make_script_task(command: tuple[str, ...]) -> tuple[ScriptTask, list[str]]:
     return ScriptTask(tuple(target), os.getcwd(), tuple(options), digest(source)), notes
 
 
-_SECRET = re.compile(r"token|secret|password|passwd|api[-_]?key|credential", re.IGNORECASE)
+# Names of secrets: a word of its own, so that `--max_tokens` and `--tokenizer` are none.
+_SECRET = re.compile(
+    r"(?:^|[^a-z])(?:\w*secret\w*|\w*passw(?:or)?d|pwd|passphrase|(?:\w*[-_])?token|(?:\w*[-_.])?(?:api|access|private|auth)?[-_]?key"
+    r"|credentials?|auth)$",
+    re.IGNORECASE,
+)
+# What is a secret by itself: tokens of hubs and clouds, and a password in an address.
+_SECRET_VALUE = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_|AKIA)[A-Za-z0-9_-]{8,}|(?<=://)[^/@\s:]+:[^/@\s]+(?=@)")
+_SECRET_FIELD = re.compile(r'("[^"]*(?:token|secret|passw|api[-_]?key|credential)[^"]*"\s*:\s*)"[^"]*"', re.IGNORECASE)
 REDACTED = "[redacted]"
 
 
 def redact(task: Task) -> Task:
-    """The task as it may be written to disk: values of flags that sound like secrets are left out."""
+    """The task as it may be written to disk: values of names that sound like secrets are left out, and what looks like one.
+
+    Names are flags (`--hub_token X`, `--hub-token=X`), settings (`wandb.api_key=X`) and fields of JSON.
+    """
     if task.script is None:
         return task
     command: list[str] = []
@@ -56,12 +67,15 @@ def redact(task: Task) -> Task:
     for part in task.script.command:
         name, equals, _ = part.partition("=")
         flag = part.startswith("-")
-        if hide and not flag:
+        if hide and (not flag or " " in part):
             part = REDACTED
-        elif flag and equals and _SECRET.search(name):
+        elif equals and _SECRET.search(name):
             part = f"{name}={REDACTED}"
+        else:
+            part = _SECRET_VALUE.sub(REDACTED, _SECRET_FIELD.sub(rf'\1"{REDACTED}"', part))
         command.append(part)
-        hide = flag and not equals and _SECRET.search(part) is not None
+        # Several values may follow one flag.
+        hide = (_SECRET.search(part) is not None and not equals) if flag else hide and part == REDACTED
     return Task(script=dataclasses.replace(task.script, command=tuple(command)))
 
 

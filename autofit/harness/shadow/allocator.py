@@ -16,11 +16,15 @@ Sizes within are multiples of 512 bytes. A pool keeps its free blocks as a sorte
 that best fit is one bisection.
 """
 
+import re
 from bisect import bisect_left, insort
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from autofit.errors import UsageError
 
 MIB = 1 << 20
 MIN_BLOCK_BYTES = 512  # kMinBlockSize
@@ -29,6 +33,10 @@ SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
 LARGE_SEGMENT_BYTES = 20 * MIB  # kLargeBuffer: segments of medium requests, pages, and the slack of oversize blocks
 MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: from here on a segment is made for the request
 ROUND_LARGE_BYTES = 2 * MIB  # kRoundLarge
+
+# The variables that hold settings, the one that counts first: torch reads the first that is set, be it empty.
+SETTING_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_MOST_DIVISIONS = 1 << 32  # more leave every size that there is as it is, and would overflow
 
 _ADDRESS_BITS = 50  # addresses stay below a pebibyte: far above what any sequence of segments adds up to
 _NO_LIMIT = 1 << 62
@@ -57,6 +65,60 @@ class AllocatorSettings:
         divisions = self.roundup_power2_divisions or 0
         if divisions < 0 or divisions & (divisions - 1):
             raise ValueError(f"roundup_power2_divisions is {divisions}: PyTorch takes powers of two, or 0 for none")
+
+
+def set_variable(environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """(name, value) of the variable that PyTorch would read; None where there is none, or nothing in it."""
+    name = next((name for name in SETTING_VARIABLES if name in environ), None)
+    return (name, environ[name]) if name is not None and environ[name].strip() else None
+
+
+def settings_from(environ: Mapping[str, str]) -> AllocatorSettings:
+    """What the environment says, as PyTorch reads it; keys that nothing here models are passed over. Raises UsageError."""
+    found = set_variable(environ)
+    if found is None:
+        return AllocatorSettings()
+    variable, text = found
+    max_split = divisions = None
+    expandable = False
+    for part in re.split(r",(?![^\[]*\])", "".join(text.split())):  # not at the commas of a list
+        name, colon, value = part.partition(":")
+        if not part:
+            continue
+        if not colon or not value:
+            raise UsageError(f"{variable}: {part!r} is no setting; write name:value, or unset {variable}")
+        if name == "expandable_segments":
+            if value not in ("True", "False"):
+                raise UsageError(
+                    f"{variable}: expandable_segments is {value!r}; write True or False, as PyTorch reads it"
+                )
+            expandable = value == "True"
+        elif name == "max_split_size_mb":
+            max_split = _number(variable, name, value) * MIB
+            if max_split < LARGE_SEGMENT_BYTES:
+                least = LARGE_SEGMENT_BYTES // MIB
+                raise UsageError(f"{variable}: max_split_size_mb is {value}; PyTorch takes {least} or more")
+        elif name == "roundup_power2_divisions":
+            if value.startswith("["):
+                raise UsageError(
+                    f"{variable}: roundup_power2_divisions by size is not modelled; write one number for all sizes, such "
+                    f"as roundup_power2_divisions:4, or unset {variable}"
+                )
+            divisions = _number(variable, name, value)
+            if divisions & (divisions - 1):
+                raise UsageError(
+                    f"{variable}: roundup_power2_divisions is {value}; PyTorch takes powers of two, or 0 for none"
+                )
+            divisions = min(divisions, _MOST_DIVISIONS)
+    return AllocatorSettings(
+        max_split_bytes=max_split, roundup_power2_divisions=divisions, expandable_segments=expandable
+    )
+
+
+def _number(variable: str, name: str, text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise UsageError(f"{variable}: {name} is {text!r}; write a whole number")
+    return int(text)
 
 
 class AllocatorOutOfMemory(Exception):

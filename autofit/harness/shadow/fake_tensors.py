@@ -90,6 +90,20 @@ class FakeTensors:
         """
         torch.nn.Module._apply = lambda module, fn, recurse=True: _apply(module, fn, recurse, {})
         when_imported("transformers.modeling_utils", self._take_models)
+        when_imported("transformers.training_args", _allow_precisions)
+        when_imported("peft", self._take_adapters)
+
+    def _take_adapters(self, module: Any) -> None:
+        """Adapters of a model without weights have none either."""
+        fakes, original = self, module.get_peft_model
+
+        def get_peft_model(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(next(model.parameters(), None), FakeTensor):
+                return original(model, *args, **kwargs)
+            with fakes.mode, Answering():
+                return original(model, *args, **kwargs)
+
+        module.get_peft_model = get_peft_model
 
     def _take_models(self, module: Any) -> None:
         fakes, original = self, module.PreTrainedModel._from_config.__func__
@@ -161,6 +175,15 @@ def _is_small(value: torch.Tensor) -> bool:
     rows = value.shape[0] if value.dim() else 1
     is_whole = not value.is_floating_point() and not value.is_complex()
     return is_whole and value.numel() <= min(KNOWN_ELEMENTS, KNOWN_PER_ROW * rows)
+
+
+def _allow_precisions(module: Any) -> None:
+    """`TrainingArguments` refuses bf16 and tf32 where it sees no GPU; the card that is meant is another."""
+    for name in ("is_torch_bf16_gpu_available", "is_torch_tf32_available"):
+        if hasattr(module, name):
+            setattr(module, name, lambda: True)
+    if hasattr(module, "enable_tf32"):
+        module.enable_tf32 = lambda enable: None
 
 
 def _apply(module: torch.nn.Module, fn: Callable, recurse: bool, done: dict[int, torch.Tensor]) -> torch.nn.Module:

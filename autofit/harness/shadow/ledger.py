@@ -99,6 +99,7 @@ class Ledger(TorchDispatchMode):
         self._logit_width: int | None = None
         self._on_matmul = on_matmul
         self.live_bytes = self.peak_bytes = 0
+        self.answered: set[Any] = set()  # operators that were answered instead of run
 
     @property
     def events(self) -> int:
@@ -174,9 +175,6 @@ class Ledger(TorchDispatchMode):
         """Count memory that no tensor stands for, such as a library's workspace, until the end of the run."""
         self._record(size, _CODES[category])
 
-    def is_counted(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._blocks
-
     def on_host(self, tensor: torch.Tensor) -> None:
         """`tensor` is host memory from now on: what the device held for it is given back."""
         key = tensor.untyped_storage()._cdata
@@ -223,7 +221,11 @@ class Ledger(TorchDispatchMode):
         if func is _ADD and is_in_place(*args, **kwargs):
             func = _ADD_IN_PLACE
         given = answer(func, args, kwargs)
-        outputs = func(*args, **kwargs) if given is NotImplemented else given
+        if given is NotImplemented:
+            outputs = func(*args, **kwargs)
+        else:
+            outputs = given
+            self.answered.add(func)
         cost = cost_of(func, args, kwargs, outputs)
         if cost is not None:
             self._count(cost)
@@ -245,6 +247,8 @@ class Ledger(TorchDispatchMode):
         self._costs += [(flops / kernels, moved / kernels, code, self._phase)] * kernels
 
     def _see(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            raise NotImplementedError(f"a tensor of layout {tensor.layout} cannot be traced; turn sparse gradients off")
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._blocks or key in self._ignored:

@@ -14,6 +14,7 @@ import torch
 from autofit.harness.device_meter import Peaks
 from autofit.harness.shadow.fake_tensors import FakeTensors
 from autofit.harness.shadow.ledger import BATCH, BUFFERS, PARAMETERS, WORKSPACE, Ledger
+from autofit.harness.shadow.semantics.generation import full_length_generation
 from autofit.harness.shadow.semantics.host_transfer import host_transfers
 from autofit.harness.shadow.semantics.masks import skipped_masks
 from autofit.harness.shadow.semantics.workspace import cublas_workspace_bytes
@@ -52,6 +53,7 @@ class ShadowMeter:
         self._active.enter_context(self.fakes.real_loading())
         self._active.enter_context(host_transfers(self.ledger.on_host))
         self._active.enter_context(skipped_masks())
+        self._active.enter_context(full_length_generation())
         if self.device.kind == "cuda":
             self._lay_over_cuda()
         self._active.enter_context(self.fakes.mode)

@@ -4,6 +4,7 @@ The same hold on the Trainer as a probe's. What only real values can show (finit
 left to probes, and nothing is timed.
 """
 
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from autofit.harness.phases import EVAL_STEPS, STEP, STOP, Phases
 from autofit.harness.rows import RowPlan
 from autofit.harness.shadow.ledger import ACTIVATIONS, EVALUATION, GRADIENTS, OPTIMIZER, TEMPORARIES
 from autofit.harness.shadow.meter import ShadowMeter
+from autofit.harness.shadow.semantics.answers import SELECTIONS
 from autofit.harness.shadow.semantics.ddp import bucket_bytes
 from autofit.harness.shadow.semantics.masks import remember_full, remember_packed
 
@@ -49,8 +51,9 @@ class ShadowPhases(Phases):
             for group in trainer.optimizer.param_groups:
                 group["params"] = [replaced.get(id(p), p) for p in group["params"]]
         if self._meter.device.scaler:
-            from autofit.harness.shadow.semantics.grad_scaler import cuda_grad_scaler
+            from autofit.harness.shadow.semantics.grad_scaler import cuda_grad_scaler, float16_autocast
 
+            self._meter.hold(float16_autocast())
             self._meter.hold(cuda_grad_scaler(trainer))
         self._label_accumulation()
         accelerate.data_loader.send_to_device = self._send_to_device
@@ -86,10 +89,10 @@ class ShadowPhases(Phases):
 
         def seen(name: str, real: torch.Tensor, fake: torch.Tensor) -> None:
             self._meter.add_batch(fake, micro_batch)
-            if not real.is_floating_point():
-                remember_full(fake, bool((real != 0).all()))
-                if name == "position_ids":
-                    remember_packed(fake, bool((real.diff(dim=-1) != 1).any()))
+            if "mask" in name and not real.is_floating_point():
+                remember_full(fake, not self._meter.device.padded and bool((real != 0).all()))
+            elif name == "position_ids":
+                remember_packed(fake, bool((real.diff(dim=-1) != 1).any()))
 
         with _disable_current_modes():
             return self._meter.fakes.convert_batch(batch, seen)
@@ -166,8 +169,7 @@ class ShadowPhases(Phases):
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_prediction_step(args, state, control, **kwargs)
-        self._facts.setdefault("first_prediction", self._ledger.events - self._evaluation_began)
-        self._facts["eval_steps"] = self._facts.get("eval_steps", 0) + 1
+        self._facts.setdefault("prediction_events", []).append(self._ledger.events - self._evaluation_began)
 
     _evaluation_began = 0
 
@@ -184,7 +186,9 @@ class ShadowPhases(Phases):
             self._ledger.set_category(ACTIVATIONS)
             self._ledger.forget_modules()
             yield from self._worst_case_evaluation()
-        self._ledger.trace(self._trace_facts()).save(self._trace_file)
+        draft = f"{self._trace_file}.part"
+        self._ledger.trace(self._trace_facts()).save(draft)
+        os.replace(draft, self._trace_file)
         yield STOP
 
     def _rows_evaluated(self, batch: int, total: int) -> int:
@@ -205,4 +209,10 @@ class ShadowPhases(Phases):
             "outputs": self._accumulated.bytes_per_row,
             "host_outputs": self._accumulated.host_bytes_per_row,
             "concatenates": arguments.eval_do_concat_batches,
+            "notes": [*self.notes, *self._upper_bounds()],
         }
+
+    def _upper_bounds(self) -> list[str]:
+        """What was answered with all there is, so that the figures are at most too high."""
+        names = sorted({func.overloadpacket.__name__ for func in self._ledger.answered if func in SELECTIONS})
+        return [f"an upper bound: {', '.join(names)} was answered as if it selected everything"] if names else []

@@ -5,7 +5,9 @@ Whoever runs a model on fake tensors asks here first; NotImplemented means that 
     operator                                     answer
     _local_scalar_dense, item (`.item()`,        the true number where the tensor was made of one by `torch.tensor` and
     `bool(t)`, `float(t)`, `if t:`)              is still known; else False, 1, 0.5 or 0.5+0j, by dtype
-    equal, allclose                              True
+    equal, allclose, all                         True
+    any                                          False
+    isfinite (`x == x`, `x.abs() != inf`)        True everywhere
     nonzero, nonzero of `where(mask)`            every element is one: numel rows
     masked_select                                every element is taken
     index with Boolean masks (`x[mask]`)         every element is taken
@@ -175,8 +177,31 @@ def _ctc_loss_backward(func: Any, grad: torch.Tensor, log_probs: torch.Tensor, *
     return torch.empty_like(log_probs)
 
 
-def _nowhere(func: Any, tensor: torch.Tensor) -> torch.Tensor:
+def _nowhere(func: Any, tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
+
+
+def _everywhere(func: Any, tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return torch.ones(tensor.shape, dtype=torch.bool, device=tensor.device)
+
+
+def _equal_to_itself(func: Any, tensor: torch.Tensor, other: Any) -> Any:
+    """`x == x`, half of what `isfinite` is made of."""
+    return _everywhere(func, tensor) if other is tensor else NotImplemented
+
+
+def _not_infinite(func: Any, tensor: torch.Tensor, other: Any) -> Any:
+    """`x.abs() != inf`, the other half."""
+    return _everywhere(func, tensor) if other in (math.inf, -math.inf) else NotImplemented
+
+
+def _all_of_them(func: Any, tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
+    """What guards ask; that data are as they should be is what most of them expect."""
+    return torch.tensor(True)
+
+
+def _any_of_them(func: Any, tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
+    return torch.tensor(False)
 
 
 def _grouped_mm(
@@ -219,6 +244,10 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _aten.repeat_interleave.Tensor: _repeat_interleave,
     _aten.bincount.default: _bincount,
     _aten._is_all_true.default: _all_true,
+    _aten.all.default: _all_of_them,
+    _aten.any.default: _any_of_them,
+    _aten.eq.Tensor: _equal_to_itself,
+    _aten.ne.Scalar: _not_infinite,
     _aten.isnan.default: _nowhere,
     _aten.isinf.default: _nowhere,
     _aten._ctc_loss.default: _ctc_loss,
@@ -226,4 +255,15 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _aten._ctc_loss_backward.default: _ctc_loss_backward,
     _aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
     **({_aten._grouped_mm.default: _grouped_mm} if hasattr(_aten, "_grouped_mm") else {}),
+}
+
+# Answered with all there is: what follows is an upper bound.
+SELECTIONS = {
+    _aten.nonzero.default,
+    _aten.masked_select.default,
+    _aten.index.Tensor,
+    _aten._unique.default,
+    _aten._unique2.default,
+    _aten.unique_consecutive.default,
+    _aten.unique_dim.default,
 }

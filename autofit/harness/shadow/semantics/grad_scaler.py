@@ -1,10 +1,11 @@
-"""The gradient scaler of fp16 training, where a shadow run traces bf16 instead.
+"""fp16 training, of which a CPU makes nothing: the autocast to float16, and the gradient scaler.
 
 With `fp16=True` on CUDA accelerate keeps a `torch.amp.GradScaler` (`Accelerator.__init__`), which multiplies the loss
 (`Accelerator.backward`), divides the gradients before they are clipped (`Accelerator.unscale_gradients`), and decides
 whether the optimizer steps (`AcceleratedOptimizer.step`). On the CPU it makes none, and no autocast either. A shadow
-run asks for bf16, whose sizes are the same and whose outputs come back in float32 through the same wrapper
-(`convert_outputs_to_fp32` in `Accelerator.prepare_model`, for either type), and lays the scaler over.
+run asks the Trainer for bf16, whose outputs come back in float32 through the same wrapper (`convert_outputs_to_fp32` in
+`Accelerator.prepare_model`, for either type), has autocast cast to float16 all the same, since kernels are chosen by dtype (below
+capability 8.0 efficient attention takes float16 and no bfloat16), and lays the scaler over.
 
 What it takes of the device, each rounded up to 512 bytes by the caching allocator (torch/amp/grad_scaler.py):
 
@@ -36,6 +37,24 @@ class ShadowScaler(torch.amp.GradScaler):
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
         return optimizer.step(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def float16_autocast() -> Iterator[None]:
+    """`torch.autocast` casts to float16 where it is asked for bfloat16."""
+    original = torch.autocast.__init__
+
+    def make(autocast: Any, *args: Any, **kwargs: Any) -> None:
+        args = tuple(torch.float16 if arg is torch.bfloat16 else arg for arg in args)
+        if kwargs.get("dtype") is torch.bfloat16:
+            kwargs["dtype"] = torch.float16
+        original(autocast, *args, **kwargs)
+
+    torch.autocast.__init__ = make
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = original
 
 
 @contextlib.contextmanager

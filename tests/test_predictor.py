@@ -268,7 +268,10 @@ def test_an_evaluation_that_does_not_fit_says_nothing_of_training(landscape):
             found = super().predict(candidate)
             return replace(found, phases=(*found.phases, PhaseRecord("evaluate", 0.0, 90 * GB, 90 * GB, 90 * GB)))
 
-    predictor = predictor_of(landscape, Evaluating(linear, cached=2.0, replays=False))
+        def fits(self, candidate, cap_bytes):
+            return cap_bytes >= 90 * GB  # of the whole run
+
+    predictor = predictor_of(landscape, Evaluating(linear, cached=2.0))
     plain = at(landscape, 16, activation_checkpointing=False)
     predictor.trace(plain, 10.0)
     assert predictor.fits(plain, 24 * GB)

@@ -145,6 +145,11 @@ class _Asked:
         traced = runs.trace(candidate)
         if isinstance(traced, Failure):
             raise _untraceable(traced)
+        if candidate.get("logits") == "full" and self._description.eval_rows and self._task.model is not None:
+            notes.append(
+                "assumed: evaluation keeps the scores of every row for its metrics, as with a compute_metrics and without "
+                "preprocess_logits_for_metrics (--logits argmax, --eval-rows)"
+            )
         if self._options.verify:
             row = replace(row, verified=runs.verify(candidate))
         return self._answer("one", [row], notes, trace=traced[0])

@@ -15,7 +15,7 @@ from autofit.report.labels import COLUMNS, UNKNOWN, count_text, knob_texts, plai
 from autofit.report.terminal import HEAD_INDENT, print_folded, print_line, task_parts
 from autofit.units import format_bytes, format_seconds
 
-NO_MODULE = "(no module)"
+NO_MODULE = "(outside of modules: the loss, the optimizer, gradients on their way)"
 ORDER_ONLY = "is an estimate by formula, of which only the order counts"
 STYLES = {FITS: "green", BORDERLINE: "yellow", DOES_NOT_FIT: "red"}
 

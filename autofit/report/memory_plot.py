@@ -22,6 +22,7 @@ from autofit.units import format_bytes
 POINTS, LOOKED_AT = 700, 6000  # drawn at most, of those that are looked at
 STILL = 200  # points in which nothing moves and which are drawn as one
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1000, 460, 84, 16, 34, 34
+PROCESS_IN_SCALE = 4.0  # times what was traced: a projection beyond that likewise
 BUDGET_IN_SCALE = 1.6  # times the peak: a budget beyond that is told and not drawn, or it would flatten all else
 # Category -> colour, from the bottom up: hues of Okabe and Ito's palette, told apart with every kind of colour vision.
 COLOURS = {
@@ -143,7 +144,10 @@ def _svg(
     line: Timeline, names: Sequence[str], xs: list[float], budget: int, highest: tuple[str, int | None], unit: str
 ) -> str:
     whose, process = highest
-    peak = max(int(line.total_bytes.max(initial=1)), process or 0)
+    drawn = int(line.total_bytes.max(initial=1))
+    # A projection far above what was traced would press everything else to the ground.
+    is_near = process is not None and process <= PROCESS_IN_SCALE * drawn
+    peak = max(drawn, process if is_near else 0)
     is_drawn = budget <= BUDGET_IN_SCALE * peak
     top, step = _scale(max(peak, budget) if is_drawn else peak, unit)
 
@@ -165,7 +169,10 @@ def _svg(
             f'<polygon fill="{_colour(name)}" points="{" ".join(outline)}"><title>{_escape(name)}</title></polygon>'
         )
         below = above
-    if process is not None:
+    if process is not None and not is_near:
+        text = f"peak of {_escape(whose)} {format_bytes(process, unit)}: above this picture ↑"
+        parts.append(f'<text x="{WIDTH - RIGHT}" y="{TOP - 32}" text-anchor="end">{text}</text>')
+    elif process is not None:
         parts += _level("process", y(process), f"peak of {whose} {format_bytes(process, unit)}", "")
     if is_drawn:
         parts += _level("budget", y(budget), f"budget {format_bytes(budget, unit)}", "alarm")

@@ -12,6 +12,7 @@ Whoever runs a model on fake tensors asks here first; NotImplemented means that 
     masked_select                                every element is taken
     index with Boolean masks (`x[mask]`)         every element is taken
     _unique, _unique2, unique_consecutive        every element is another
+    unique_consecutive of one dimension alone    all are equal: it is how code asks whether rows agree
     unique_dim                                   every slice is another
     repeat_interleave(repeats)                   `output_size`, where it is given; else each index once
     bincount                                     `minlength`, or one bin where that is 0
@@ -117,7 +118,8 @@ def _unique_consecutive(
 ) -> tuple:
     if dim is not None:
         return _unique_dim(func, tensor, dim, True, return_inverse, return_counts)
-    count = tensor.numel()
+    alone = tensor.dim() == 1 and not (return_inverse or return_counts)
+    count = min(tensor.numel(), 1) if alone else tensor.numel()
     return tensor.new_empty(count), _inverse(tensor, return_inverse), _counts(tensor, count, return_counts)
 
 

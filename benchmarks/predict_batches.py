@@ -14,7 +14,7 @@ Beside that, in processor seconds of one thread, imports left out:
     llama 7b        two optimizer steps of 2048 tokens, with checkpointing: under 8 s
     llama 70b       the same, in less than 1 GB of resident memory
 
-    python benchmarks/predict_batches.py             about six minutes; writes results/predict_batches.json
+    python benchmarks/predict_batches.py             about eight minutes; writes results/predict_batches.json
     python benchmarks/predict_batches.py --check     the same, and ends with 1 where the claim does not hold
     python benchmarks/predict_batches.py --quick     one model
 """

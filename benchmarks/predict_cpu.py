@@ -16,7 +16,7 @@ Resident memory is read with MALLOC_MMAP_THRESHOLD_=131072 in the probes' enviro
 larger block when it is freed. With its own, growing threshold it keeps some, which no sum of tensors can tell: three
 settings are probed so too, and what they take above the prediction is told, not judged.
 
-    python benchmarks/predict_cpu.py             about eight minutes; writes results/predict_cpu.json
+    python benchmarks/predict_cpu.py             about ten minutes; writes results/predict_cpu.json
     python benchmarks/predict_cpu.py --check     the same, and ends with 1 where the claim does not hold
     python benchmarks/predict_cpu.py --quick     three settings
 """

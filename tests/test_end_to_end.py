@@ -39,9 +39,10 @@ def start(model: Path, run: Path, *options: str) -> subprocess.Popen:
     )
 
 
-def journal(run: Path) -> list[dict]:
+def journal(run: Path, kind: str = "measurement") -> list[dict]:
     path = run / "journal.jsonl"
-    return [json.loads(line)["record"] for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [entry["record"] for entry in map(json.loads, lines) if entry["kind"] == kind]
 
 
 def wait_for(condition, seconds: float = 90.0) -> None:
@@ -71,6 +72,9 @@ def test_one_command_measures_confirms_and_emits(model, tmp_path):
     best = answer["selection"]["best"]
     assert best["peak_bytes"] <= answer["budget"]["device_bytes"]
     confirmations = [m for m in journal(run) if m["purpose"] == "confirm"]
+    measured = [m["candidate"] for m in journal(run)]
+    predicted = journal(run, "prediction")
+    assert predicted and all(p["candidate"] in measured and not p["failure"] for p in predicted)
     assert len(confirmations) >= 2
     assert {m["start"] for m in confirmations} == {"fresh"}
     assert all({"train", "evaluate", "train-again", "save"} <= {p["name"] for p in m["phases"]} for m in confirmations)

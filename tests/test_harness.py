@@ -817,7 +817,7 @@ def test_a_fault_under_the_cap_is_settled_by_a_second_run_without_it(train):
     assert (run.outcome, run.failure.kind) == (Outcome.CRASHED, "signal 11 (SIGSEGV)")
 
 
-@pytest.mark.parametrize("budget", [8, 12, 16, 20])
+@pytest.mark.parametrize("budget", [4, 8, 12])
 def test_bf16_above_the_budget_is_never_a_crash(measure, budget):
     task = make_task(task="text-classification", seq_len=64)
     run = measure(task, budget_bytes=budget * MiB, arguments={"bf16": True})

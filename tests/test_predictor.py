@@ -334,3 +334,23 @@ def test_speeds_do_not_depend_on_what_was_asked_before(landscape):
     resumed = predictor_of(landscape, MadeUpShadows(linear, traced=[structure(own)]))
     resumed.learn(measured(own, 10 * GB))
     assert resumed.seconds_per_row(untraced) == first.seconds_per_row(untraced)
+
+
+def test_the_whole_batch_at_once_is_not_tried_where_a_shadow_run_says_that_it_cannot_fit(landscape):
+    space, budget = landscape.space, landscape.budget
+    own = Measurement(
+        "0001",
+        "baseline",
+        space.baseline,
+        Outcome.DEVICE_OOM,
+        1.0,
+        failure=Failure("train", 1, "OutOfMemoryError", "x"),
+    )
+    for traced in (False, True):
+        shadows = MadeUpShadows(lambda c: int(c["per_device_train_batch_size"]) * budget.device_bytes // 8)
+        predictor = predictor_of(landscape, shadows)
+        if traced:
+            predictor.trace(space.baseline, 10.0)
+            predictor.trace(space.with_batch(space.start, space.batches[-1]), 10.0)
+        step = TrainPlan(space, predictor, landscape.description, budget).next([own], in_code=False)
+        assert (step.candidate == space.with_batch(space.start, space.batches[-1])) is not traced

@@ -54,7 +54,9 @@ class TrainPlan:
                 return Step(baseline, "train", "the user's own training settings, without evaluation")
             return Step(baseline, "baseline", "the user's own settings")
         full = self._space.with_batch(self._space.start, self._space.batches[-1])
-        if full.key not in self._by_key:
+        # The formula may be far off, so it is tried against it; a shadow run is not.
+        foreseen = self._predictor.prediction(full) is not None and self._ruled_out(full) is not None
+        if full.key not in self._by_key and not foreseen:
             return self._step(full, "the whole effective batch at once")
         if self.best(in_code) is None:
             return self._rescue(in_code)

@@ -61,20 +61,10 @@ DISTURBED = "somebody else used the machine in every turn of the confirmation, s
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(preflight.WorkloadOptions):
     """Everything that a search can be told. Exactly one of `model` and `command`."""
 
-    model: str | None = None  # a local folder, a hub id or a name of the catalog
-    command: tuple[str, ...] | None = None  # the user's own: ("python", "train.py", …)
     budget: str | None = None  # 24GB, 24GiB or a card's name; None: what the device has, less the headroom
-    task: str | None = None
-    seq_len: int | None = None  # tokens
-    image_size: int | None = None  # pixels per side
-    effective_batch: int | None = None  # rows per optimizer step
-    dtype: str | None = None  # of the weights
-    lora_rank: int | None = None
-    args: str | Path | dict | None = None  # the user's own TrainingArguments, as JSON
-    eval_rows: int | None = None  # rows of the evaluation set that memory is projected to
     headroom: float = 0.05  # share of the device that is left free
     host_budget: str | None = None
     device: str | None = None  # cpu, cuda or cuda:N; None: the first GPU, else the CPU
@@ -215,14 +205,17 @@ class _Prepared:
             self._launcher,
             self._directory.path / SHADOWS,
             self._machine.versions,
+            on_run=self._before_shadow_run,
         )
-        if self.description.forkable:
-            self._launcher.warm((*FIRST_IMPORTS, *SHADOW_IMPORTS))
         steps = plan_steps(self._space, self.description, self._machine, self._budget, history, most, shadows)
         described = self._directory.path / "probes" / "describe"
         seconds = plan_seconds(len(steps), history, reply_seconds(described), self._launcher.import_seconds)
         baseline = self._space.baseline
         return Plan(self._directory.path, self._budget, self._machine, self.description, baseline, steps, seconds)
+
+    def _before_shadow_run(self, _: str) -> None:
+        if self.description.forkable:
+            self._launcher.warm((*FIRST_IMPORTS, *SHADOW_IMPORTS))
 
     def run(self) -> Result:
         # Optuna is imported here: a plan does without it.

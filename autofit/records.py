@@ -304,8 +304,39 @@ class Reply:
     notes: tuple[str, ...] = ()
 
 
+class _Peaks:
+    """What a measurement and a prediction tell of their `phases` and `growth` in the same words."""
+
+    phases: tuple[PhaseRecord, ...]
+    growth: EvaluationGrowth | None
+
+    def phase(self, name: str) -> PhaseRecord | None:
+        return next((phase for phase in self.phases if phase.name == name), None)
+
+    @property
+    def train_bytes(self) -> int | None:
+        """Peak of the training phases, as the budget counts it."""
+        return _highest(self.phases, ("train", "train-again"))
+
+    @property
+    def eval_bytes(self) -> int | None:
+        """Peak of evaluation: the projection to the whole set where there is one, never below the steps that ran."""
+        measured = _highest(self.phases, ("evaluate",))
+        if measured is None or self.growth is None:
+            return measured
+        return max(measured, self.growth.projected_process_bytes)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The figure that is compared with the budget."""
+        peaks = [p.process_bytes for p in self.phases if p.process_bytes is not None]
+        if self.growth is not None:
+            peaks.append(self.growth.projected_process_bytes)
+        return max(peaks, default=None)
+
+
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(_Peaks):
     """One finished probe, as the journal keeps it."""
 
     probe: str
@@ -328,38 +359,14 @@ class Measurement:
     start: str = "fork"  # fork or fresh: how the child was started
     notes: tuple[str, ...] = ()
 
-    def phase(self, name: str) -> PhaseRecord | None:
-        return next((phase for phase in self.phases if phase.name == name), None)
-
     @property
     def ran(self) -> bool:
         """Whether its peaks and speeds are those of a whole run; a contaminated probe's peaks are."""
         return self.outcome in (Outcome.FITS, Outcome.OVER_BUDGET, Outcome.CONTAMINATED)
 
-    @property
-    def train_bytes(self) -> int | None:
-        """Peak of the training phases, as the budget counts it."""
-        return _highest(self.phases, ("train", "train-again"))
-
-    @property
-    def eval_bytes(self) -> int | None:
-        """Peak of evaluation: the projection to the whole set where there is one, never below what was measured."""
-        measured = _highest(self.phases, ("evaluate",))
-        if measured is None or self.growth is None:
-            return measured
-        return max(measured, self.growth.projected_process_bytes)
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """The figure that is compared with the budget."""
-        peaks = [p.process_bytes for p in self.phases if p.process_bytes is not None]
-        if self.growth is not None:
-            peaks.append(self.growth.projected_process_bytes)
-        return max(peaks, default=None)
-
 
 @dataclass(frozen=True)
-class Prediction:
+class Prediction(_Peaks):
     """What a shadow run says of one candidate, as the journal keeps it. Nothing here was measured on a device."""
 
     candidate: Candidate
@@ -373,30 +380,6 @@ class Prediction:
     failure: Failure | None = None  # what could not be traced; there are no phases then
     notes: tuple[str, ...] = ()
     machine: str = ""  # key of the machine, its libraries included, whose probes it was made for; empty: of no search
-
-    def phase(self, name: str) -> PhaseRecord | None:
-        return next((phase for phase in self.phases if phase.name == name), None)
-
-    @property
-    def train_bytes(self) -> int | None:
-        """Peak of training, as the budget counts it."""
-        return _highest(self.phases, ("train", "train-again"))
-
-    @property
-    def eval_bytes(self) -> int | None:
-        """Peak of evaluation, projected to the whole set; None where there is no evaluation."""
-        measured = _highest(self.phases, ("evaluate",))
-        if measured is None or self.growth is None:
-            return measured
-        return max(measured, self.growth.projected_process_bytes)
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """The figure that is compared with the budget."""
-        peaks = [p.process_bytes for p in self.phases if p.process_bytes is not None]
-        if self.growth is not None:
-            peaks.append(self.growth.projected_process_bytes)
-        return max(peaks, default=None)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ import psutil
 
 from autofit.catalog import find_gpu, find_model
 from autofit.harness.shadow.allocator import AllocatorSettings
-from autofit.harness.shadow.trace import Trace, replay, with_accumulation
+from autofit.harness.shadow.family import with_accumulation
+from autofit.harness.shadow.trace import Trace, replay
 from autofit.harness.trainer_hooks import TRACE_FILE
 from autofit.launch import Ended, Launcher
 from autofit.machine import read_machine

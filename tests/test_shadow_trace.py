@@ -9,16 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autofit.harness.shadow.allocator import MIB, AllocatorSettings
-from autofit.harness.shadow.trace import (
-    Trace,
-    TracesDifferError,
-    breakdown,
-    by_module,
-    fit,
-    replay,
-    timeline,
-    with_accumulation,
-)
+from autofit.harness.shadow.family import TracesDifferError, fit, with_accumulation
+from autofit.harness.shadow.trace import Trace, breakdown, by_module, replay, timeline
 
 PHASES = ("load", "train", "evaluate", "train-again", "save")
 CATEGORIES = ("parameters", "gradients", "activations", "batch")

@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from autofit.catalog import Gpu, find_gpu, gpu_names, near_gpus, parse_budget
@@ -30,21 +29,11 @@ HEADROOM = 0.05  # share of this machine's device that is left free, as a search
 
 
 @dataclass(frozen=True)
-class PredictOptions:
+class PredictOptions(preflight.WorkloadOptions):
     """Everything that a prediction can be told. Exactly one of `model` and `command`; None is the workload's own value."""
 
-    model: str | None = None  # a local folder, a hub id or a name of the catalog
-    command: tuple[str, ...] | None = None  # the user's own: ("python", "train.py", …)
     gpu: str | None = None  # a card of the catalog, `all`, or `cpu`; None: this machine's
     budget: str | None = None  # bytes that the process may hold; None: what the card can use
-    task: str | None = None
-    seq_len: int | None = None  # tokens
-    image_size: int | None = None  # pixels per side
-    effective_batch: int | None = None  # rows per optimizer step
-    dtype: str | None = None  # of the weights
-    lora_rank: int | None = None
-    args: str | Path | dict | None = None  # the user's own TrainingArguments, as JSON
-    eval_rows: int | None = None  # rows of the evaluation set that memory is projected to
     batch: int | None = None  # per-device train batch
     accumulation: int | None = None  # micro-batches per optimizer step
     eval_batch: int | None = None

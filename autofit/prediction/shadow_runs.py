@@ -18,20 +18,10 @@ import numpy as np
 from autofit.catalog import Gpu, find_gpu
 from autofit.harness.evaluation import project
 from autofit.harness.shadow.allocator import AllocatorSettings
+from autofit.harness.shadow.family import TRACED_ACCUMULATION, Family, TracesDifferError, fit, with_accumulation
 from autofit.harness.shadow.semantics.workspace import cublas_workspace_bytes
 from autofit.harness.shadow.step_time import CPU_RATES, Rates, gpu_rates, step_seconds
-from autofit.harness.shadow.trace import (
-    TRACED_ACCUMULATION,
-    Family,
-    Replay,
-    Trace,
-    TracesDifferError,
-    breakdown,
-    by_module,
-    fit,
-    replay,
-    with_accumulation,
-)
+from autofit.harness.shadow.trace import Replay, Trace, breakdown, by_module, replay
 from autofit.harness.trainer_hooks import TRACE_FILE
 from autofit.launch import Launcher
 from autofit.records import (

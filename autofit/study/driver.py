@@ -15,7 +15,7 @@ from autofit.emission import write_files
 from autofit.errors import RunDirectoryError, WorkloadError
 from autofit.harness.server import FIRST_IMPORTS, SHADOW_IMPORTS
 from autofit.knobs import KNOBS, Space, needs_code
-from autofit.launch import Ended, Launcher
+from autofit.launch import Launcher
 from autofit.prediction import Predictor, ShadowRuns, make_target
 from autofit.prediction.predictor import SHADOW_SECONDS
 from autofit.records import (
@@ -23,7 +23,6 @@ from autofit.records import (
     Candidate,
     Choice,
     Description,
-    Failure,
     Machine,
     Measurement,
     Outcome,
@@ -43,6 +42,7 @@ from autofit.selection import (
     winner,
 )
 from autofit.store import PROVISIONAL, SHADOWS, RunDirectory
+from autofit.study.judgement import SPEED_KNOWN, judge, measurement_of
 from autofit.study.listener import Listener
 from autofit.study.mirror import Mirror
 from autofit.study.planner import EvaluatePlan, TrainPlan
@@ -50,15 +50,12 @@ from autofit.trainer_args import arguments_of
 
 SHADOW_SHARE = 0.25  # of the time of probes, that shadow runs may take beyond `SHADOW_SECONDS`
 LEAST_SHADOW_LIMIT, MOST_SHADOW_LIMIT = 10.0, 600.0  # seconds that one shadow run may take
-DELAY_SHARE = 0.05  # of wall time that threads waited for a processor; above it a timed window is contaminated
 MOST_REPEATS = 2  # of disturbed probes in one search: on a machine that is never quiet the answer must come anyway
 FIRST_LIMIT_SECONDS = 1800.0  # until a probe has run: nothing is known
 LIMIT_FACTOR, LEAST_LIMIT_SECONDS = 6.0, 120.0  # a candidate this much slower than the slowest so far cannot win
 CONFIRM_RUNS = 2  # turns of the baseline and the winner
 RUN_AGAIN = "run the same command again, it resumes"
 DISK_FULL = ("No space left on device", "Disk quota exceeded", "exit 74")  # 74: the child could not write its reply
-LEAST_STEPS = 3  # applied optimizer steps, without which a probe is no fit: optimizer state appears after the first
-SPEED_KNOWN = (Outcome.FITS, Outcome.CONTAMINATED)
 Turn = tuple[Measurement | None, Measurement]  # the baseline's run where it is compared, and the candidate's
 RACE_ROUNDS = 2
 
@@ -460,76 +457,6 @@ class Search:
             self._said_limit = True
             self.say(why)
         return why is not None
-
-
-def measurement_of(
-    ended: Ended, request: Request, candidate: Candidate, purpose: str, budget: Budget, machine: Machine
-) -> Measurement:
-    """The journal's record of an ended probe, judged against the budget and for contamination."""
-    reply = ended.reply
-    measurement = Measurement(
-        probe=request.probe,
-        purpose=purpose,
-        candidate=candidate,
-        outcome=reply.outcome,
-        seconds=ended.seconds,
-        phases=reply.phases,
-        train_speed=reply.train_speed,
-        eval_speed=reply.eval_speed,
-        growth=reply.growth,
-        failure=reply.failure,
-        host_bytes=ended.host_bytes,
-        cap=reply.cap,
-        context_bytes=reply.context_bytes,
-        first_step_seconds=reply.first_step_seconds,
-        measured_seconds=reply.measured_seconds,
-        delay_seconds=reply.delay_seconds,
-        device=machine.key,
-        start=ended.how,
-        notes=reply.notes,
-    )
-    if measurement.outcome not in SPEED_KNOWN:
-        return measurement
-    if reply.steps < LEAST_STEPS:
-        text = f"{reply.steps} optimizer steps were applied instead of {LEAST_STEPS} at least"
-        failure = Failure("train", reply.steps, "too_few_steps", text)
-        return dataclasses.replace(measurement, outcome=Outcome.INVALID, failure=failure)
-    judged = judge(measurement, budget)
-    if judged is not measurement:
-        return judged
-    share = max((s.delay_share or 0.0 for s in (reply.train_speed, reply.eval_speed) if s is not None), default=0.0)
-    if share > DELAY_SHARE:
-        note = f"its threads waited {share:.0%} of the timed windows for a processor"
-        return dataclasses.replace(measurement, outcome=Outcome.CONTAMINATED, notes=(*measurement.notes, note))
-    return measurement
-
-
-def judge(measurement: Measurement, budget: Budget) -> Measurement:
-    """The measurement as the budgets see it: above one although it ran is what the cap does not see (context,
-    projection, host memory), or another budget than the present one."""
-    verdict = _verdict(measurement, budget) if measurement.outcome in SPEED_KNOWN else None
-    return measurement if verdict is None else dataclasses.replace(measurement, outcome=verdict[0], failure=verdict[1])
-
-
-def _verdict(measurement: Measurement, budget: Budget) -> tuple[Outcome, Failure] | None:
-    highest = max(((p.process_bytes or 0, p.name) for p in measurement.phases), default=(0, "train"))
-    if highest[0] > budget.device_bytes:
-        return Outcome.OVER_BUDGET, Failure(
-            highest[1], None, "peak_above_budget", f"peak of {highest[0]} bytes above the budget"
-        )
-    if (measurement.host_bytes or 0) > budget.host_bytes:
-        text = f"the process tree held {measurement.host_bytes} bytes of host memory, more than the host budget"
-        return Outcome.HOST_OOM, Failure(highest[1], None, "host_budget", text)
-    growth = measurement.growth
-    if growth is None:
-        return None
-    if growth.projected_process_bytes > budget.device_bytes:
-        text = f"projected to {growth.rows_total} rows, evaluation takes {growth.projected_process_bytes} bytes"
-        return Outcome.OVER_BUDGET, Failure("evaluate", None, "eval_growth", text)
-    if growth.projected_host_bytes + (measurement.host_bytes or 0) > budget.host_bytes:
-        text = f"projected to {growth.rows_total} rows, evaluation takes {growth.projected_host_bytes} more bytes of host memory"
-        return Outcome.HOST_OOM, Failure("evaluate", None, "host_growth", text)
-    return None
 
 
 def choice_of(confirmed: Confirmed, folder: Path) -> Choice:

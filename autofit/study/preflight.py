@@ -6,6 +6,7 @@ Everything that cannot work is refused here, in one line with the way out, befor
 import json
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,22 @@ BUSY_SHARE = 0.05  # of the device held by others: nothing can be measured besid
 HOST_SHARE = 0.9  # of available host memory, when the user gives no host budget
 
 
+@dataclass(frozen=True)
+class WorkloadOptions:
+    """What a search and a prediction are told of the workload in the same words. Exactly one of `model` and `command`."""
+
+    model: str | None = None  # a local folder, a hub id or a name of the catalog
+    command: tuple[str, ...] | None = None  # the user's own: ("python", "train.py", …)
+    task: str | None = None
+    seq_len: int | None = None  # tokens
+    image_size: int | None = None  # pixels per side
+    effective_batch: int | None = None  # rows per optimizer step
+    dtype: str | None = None  # of the weights
+    lora_rank: int | None = None
+    args: str | Path | dict | None = None  # the user's own TrainingArguments, as JSON
+    eval_rows: int | None = None  # rows of the evaluation set that memory is projected to
+
+
 def read_arguments(args: str | Path | dict | None) -> dict[str, Any]:
     """The user's own `TrainingArguments` fields, from a JSON file or a dict. Raises UsageError."""
     if args is None or isinstance(args, dict):
@@ -54,7 +71,9 @@ def read_arguments(args: str | Path | dict | None) -> dict[str, Any]:
     return value
 
 
-def make_task(options: Any, arguments: dict[str, Any], transformers_version: str, say: Callable[[str], None]) -> Task:
+def make_task(
+    options: WorkloadOptions, arguments: dict[str, Any], transformers_version: str, say: Callable[[str], None]
+) -> Task:
     """The task that `options` (of a search or of a prediction) name; `arguments` are those that were read from `--args`.
 
     `say` hears what was assumed. Raises UsageError.

@@ -18,6 +18,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.harness.shadow.op_cost import OpCost, cost_of
+from autofit.harness.shadow.semantics import CannotShadowError
 from autofit.harness.shadow.semantics.answers import answer
 from autofit.harness.shadow.trace import Trace
 
@@ -248,7 +249,7 @@ class Ledger(TorchDispatchMode):
 
     def _see(self, tensor: torch.Tensor) -> None:
         if tensor.layout is not torch.strided:
-            raise NotImplementedError(f"a tensor of layout {tensor.layout} cannot be traced; turn sparse gradients off")
+            raise CannotShadowError(f"a tensor of layout {tensor.layout} cannot be traced; turn sparse gradients off")
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._blocks or key in self._ignored:

@@ -51,6 +51,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from autofit.harness.shadow.semantics import CannotShadowError
 from autofit.harness.shadow.semantics.host_transfer import HostMemory, replaced
 
 # How each `optim` of TrainingArguments is traced. "own": its own code runs. "stand-in": a class here with its state.
@@ -80,10 +81,6 @@ MIN_8BIT_ELEMENTS = 4096  # `min_8bit_size` of bitsandbytes.optim.AdamW
 BLOCK_ELEMENTS = 256  # `init_state` of Optimizer1State, Optimizer2State and AdEMAMix
 PAGED_ELEMENTS = 100_000  # `get_state_buffer` of Optimizer8bit
 NORM_CHUNK_ELEMENTS = 65536  # kChunkSize in aten/src/ATen/native/cuda/MultiTensorApply.cuh
-
-
-class CannotShadowError(Exception):
-    """Something that no shadow run can stand for. The message names it and says why; only a probe can tell."""
 
 
 def check_optimizer(name: str) -> None:

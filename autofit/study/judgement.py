@@ -1,0 +1,88 @@
+"""From an ended probe to the journal's record of it: its outcome by the budgets, and whether it was disturbed."""
+
+import dataclasses
+
+from autofit.launch import Ended
+from autofit.records import (
+    Budget,
+    Candidate,
+    Failure,
+    Machine,
+    Measurement,
+    Outcome,
+    Request,
+)
+
+SPEED_KNOWN = (Outcome.FITS, Outcome.CONTAMINATED)
+DELAY_SHARE = 0.05  # of wall time that threads waited for a processor; above it a timed window is contaminated
+LEAST_STEPS = 3  # applied optimizer steps, without which a probe is no fit: optimizer state appears after the first
+
+
+def measurement_of(
+    ended: Ended, request: Request, candidate: Candidate, purpose: str, budget: Budget, machine: Machine
+) -> Measurement:
+    """The journal's record of an ended probe, judged against the budget and for contamination."""
+    reply = ended.reply
+    measurement = Measurement(
+        probe=request.probe,
+        purpose=purpose,
+        candidate=candidate,
+        outcome=reply.outcome,
+        seconds=ended.seconds,
+        phases=reply.phases,
+        train_speed=reply.train_speed,
+        eval_speed=reply.eval_speed,
+        growth=reply.growth,
+        failure=reply.failure,
+        host_bytes=ended.host_bytes,
+        cap=reply.cap,
+        context_bytes=reply.context_bytes,
+        first_step_seconds=reply.first_step_seconds,
+        measured_seconds=reply.measured_seconds,
+        delay_seconds=reply.delay_seconds,
+        device=machine.key,
+        start=ended.how,
+        notes=reply.notes,
+    )
+    if measurement.outcome not in SPEED_KNOWN:
+        return measurement
+    if reply.steps < LEAST_STEPS:
+        text = f"{reply.steps} optimizer steps were applied instead of {LEAST_STEPS} at least"
+        failure = Failure("train", reply.steps, "too_few_steps", text)
+        return dataclasses.replace(measurement, outcome=Outcome.INVALID, failure=failure)
+    judged = judge(measurement, budget)
+    if judged is not measurement:
+        return judged
+    share = max((s.delay_share or 0.0 for s in (reply.train_speed, reply.eval_speed) if s is not None), default=0.0)
+    if share > DELAY_SHARE:
+        note = f"its threads waited {share:.0%} of the timed windows for a processor"
+        return dataclasses.replace(measurement, outcome=Outcome.CONTAMINATED, notes=(*measurement.notes, note))
+    return measurement
+
+
+def judge(measurement: Measurement, budget: Budget) -> Measurement:
+    """The measurement as the budgets see it: above one although it ran is what the cap does not see (context,
+    projection, host memory), or another budget than the present one."""
+    verdict = _verdict(measurement, budget) if measurement.outcome in SPEED_KNOWN else None
+    return measurement if verdict is None else dataclasses.replace(measurement, outcome=verdict[0], failure=verdict[1])
+
+
+def _verdict(measurement: Measurement, budget: Budget) -> tuple[Outcome, Failure] | None:
+    highest = max(((p.process_bytes or 0, p.name) for p in measurement.phases), default=(0, "train"))
+    if highest[0] > budget.device_bytes:
+        return Outcome.OVER_BUDGET, Failure(
+            highest[1], None, "peak_above_budget", f"peak of {highest[0]} bytes above the budget"
+        )
+    if (measurement.host_bytes or 0) > budget.host_bytes:
+        text = f"the process tree held {measurement.host_bytes} bytes of host memory, more than the host budget"
+        return Outcome.HOST_OOM, Failure(highest[1], None, "host_budget", text)
+    growth = measurement.growth
+    if growth is None:
+        return None
+    if growth.projected_process_bytes > budget.device_bytes:
+        text = f"projected to {growth.rows_total} rows, evaluation takes {growth.projected_process_bytes} bytes"
+        return Outcome.OVER_BUDGET, Failure("evaluate", None, "eval_growth", text)
+    if growth.projected_host_bytes + (measurement.host_bytes or 0) > budget.host_bytes:
+        text = f"projected to {growth.rows_total} rows, evaluation takes {growth.projected_host_bytes} more bytes of host memory"
+        return Outcome.HOST_OOM, Failure("evaluate", None, "host_growth", text)
+    return None

@@ -63,6 +63,8 @@ class ScriptTask:
     directory: str  # where it runs
     interpreter_options: tuple[str, ...] = ()  # `-u`, `-X …`
     digest: str = ""  # of the script's own source, so that an edited script is another task
+    launcher: tuple[str, ...] = ()  # the words before the script where no interpreter starts it: `accelerate launch …`
+    environment: dict[str, str] = field(default_factory=dict)  # variables that the launcher sets for its one process
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,7 @@ class Schedule:
     evaluate: bool = True
     seed: int = 0  # of which typical rows are timed
     save: bool = False  # one checkpoint, as the confirmation writes it
+    check_accumulation: bool = False  # with `describe_only`: compare gradients of a batch and of its parts
 
 
 @dataclass(frozen=True)
@@ -201,6 +204,37 @@ class Request:
 
 
 @dataclass(frozen=True)
+class ArgumentsSource:
+    """How a script comes to its `TrainingArguments`: what has to be changed to change them."""
+
+    kind: str  # flags, json, yaml (a parser read them), or code
+    file: str | None = None  # the JSON or YAML file that the parser read, as an absolute path
+    flags: bool = False  # the parser also takes flags, which win over the file
+    where: str | None = None  # `train.py:42`, where the script itself makes them
+    assigned: tuple[str, ...] = ()  # fields that the script assigns by itself after they were made
+
+
+@dataclass(frozen=True)
+class AccumulationCheck:
+    """Whether one batch and the same rows in smaller batches, accumulated, give the same gradients in this workload."""
+
+    rows: int = 0  # rows of the batch that was divided; 0: nothing was compared
+    parts: int = 0  # accumulation steps that it was divided into
+    difference: float | None = None  # norm of the difference of the gradients over their norm; None: not compared
+    losses: tuple[float, ...] = ()  # as the Trainer would log them: of the whole batch, of the parts
+    remedy: str = ""  # what to change in the script, for the installed version; empty where they are the same
+    failure: str = ""  # why nothing could be compared
+
+    @property
+    def holds(self) -> bool:
+        """Whether batch may be traded for accumulation."""
+        return self.difference is not None and self.difference <= ACCUMULATION_TOLERANCE
+
+
+ACCUMULATION_TOLERANCE = 0.02  # rounding in bf16 stays below; a loss that is averaged per micro-batch is off by the factor
+
+
+@dataclass(frozen=True)
 class Description:
     """The workload as it stands when it calls `Trainer.train()`, before anything is changed."""
 
@@ -230,6 +264,8 @@ class Description:
     )  # sizes of the model: layers, hidden, heads, vocabulary, labels
     notes: tuple[str, ...] = ()
     longest_rows: int | None = None  # training rows as long as the longest, of those looked at; None: all of them
+    source: ArgumentsSource | None = None  # of a script; None: not known
+    accumulation: AccumulationCheck | None = None  # None: not checked
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,7 @@ class _Prepared:
         return Plan(self._directory.path, self._budget, self._machine, self.description, baseline, steps, seconds)
 
     def _before_shadow_run(self, _: str) -> None:
-        if self.description.forkable:
+        if self._launcher.way == "fork":
             self._launcher.warm((*FIRST_IMPORTS, *SHADOW_IMPORTS))
 
     def run(self) -> Result:

@@ -128,6 +128,19 @@ def _precision(resolved: Mapping[str, Any]) -> str:
     return next((name for name in ("bf16", "fp16", "tf32") if resolved.get(name)), "fp32")
 
 
+def quiet_overrides(folder: str, fields: Iterable[str]) -> dict[str, Any]:
+    """What a probe changes before the script sees its arguments, so that neither writes, reports, uploads or resumes."""
+    overrides = {
+        "output_dir": folder,
+        "report_to": "none",
+        "push_to_hub": False,
+        "resume_from_checkpoint": None,
+        "overwrite_output_dir": True,
+        "logging_dir": folder,
+    }
+    return {name: value for name, value in overrides.items() if name in set(fields)}
+
+
 def probe_overrides(folder: str, user: Mapping[str, Any], fields: Iterable[str], steps: int) -> dict[str, Any]:
     """What a probe changes beside the candidate, so that it writes nothing outside `folder` and starts nothing.
 
@@ -135,23 +148,18 @@ def probe_overrides(folder: str, user: Mapping[str, Any], fields: Iterable[str],
     off where it is on, since callbacks (early stopping) insist on one. `steps` bounds the run.
     """
     overrides = {
-        "output_dir": folder,
-        "report_to": "none",
-        "push_to_hub": False,
         "save_strategy": "no",
         "load_best_model_at_end": False,
         "eval_strategy": "no" if str(user.get("eval_strategy", "no")) == "no" else "steps",
         "eval_on_start": False,
         "max_steps": steps,
-        "resume_from_checkpoint": None,
         "auto_find_batch_size": False,
         "disable_tqdm": True,
-        "overwrite_output_dir": True,
-        "logging_dir": folder,
     }
     if overrides["eval_strategy"] == "steps":
         overrides["eval_steps"] = FAR_AWAY_STEPS
-    return {name: value for name, value in overrides.items() if name in set(fields)}
+    installed = {name: value for name, value in overrides.items() if name in set(fields)}
+    return {**quiet_overrides(folder, fields), **installed}
 
 
 def check_names(given: Mapping[str, Any], fields: Iterable[str], version: str) -> None:

@@ -18,9 +18,9 @@ import psutil
 import pytest
 from conftest import OneThreadLauncher
 
-from autofit import launch
 from autofit.errors import WorkloadError
 from autofit.launch import Ended, Launcher, MismatchError, Progress
+from autofit.launch import launcher as launch
 from autofit.probe_folder import last_progress, log_tail
 from autofit.records import Machine, Outcome, Request, Schedule, Task
 
@@ -321,7 +321,7 @@ def test_progress_of_a_running_child_is_told(cold_launcher, ask, script):
     told: list[Progress] = []
     cold_launcher._on_progress = told.append
     cold_launcher.probe(ask(script("import time\ntime.sleep(1)")), how="fork", time_limit=LIMIT)
-    assert {progress.phase for progress in told} == {"load"}
+    assert {"load"} <= {progress.phase for progress in told} <= {"load", "reply"}
     assert all(MiB < progress.host_bytes < 2**32 for progress in told)
 
 

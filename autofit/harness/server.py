@@ -1,9 +1,10 @@
-"""The process that starts probes: by forking itself, with torch and transformers imported once, or afresh.
+"""The process that starts probes: by forking itself, with torch and transformers imported once, afresh, or by having a
+template fork itself (`harness.template`: a script's own process, stopped where it makes its Trainer).
 
 It touches no device and runs no user code. It reads orders from its parent, one JSON object a line, and tells of ended
 children the same way. When the parent goes, however it goes, the connection ends, and the server kills what is left and
 goes too. It is the reaper of everything below it: a probe's grandchildren come to it when the probe dies, and are
-killed before the next probe starts.
+killed before the next probe starts. Probes of a template are its children like all others.
 """
 
 import contextlib
@@ -37,11 +38,15 @@ FIRST_IMPORTS = (
 # And before the first fork that is a shadow run: fake tensors bring torch._dynamo with them.
 SHADOW_IMPORTS = ("torch._dynamo", "autofit.harness.shadow.shadow_phases", "autofit.workloads.builtin")
 
+FORK_SECONDS = 60.0  # for a template to fork itself: page tables of tens of gigabytes take a second
+
 
 class Server:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._child: int | None = None
+        self._template: dict[str, int] = {}  # place -> pid
+        self._places: dict[str, socket.socket] = {}  # where each place of the template is spoken to
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._selector = selectors.DefaultSelector()
@@ -59,9 +64,12 @@ class Server:
                     os.read(self._wake_read, 4096)
                     self._reap()
                     continue
+                if key.data is not None:
+                    self._hear(key.data)
+                    continue
                 data = self._connection.recv(65536)
                 if not data:
-                    self._kill_descendants()
+                    self._end_template()
                     return
                 buffer += data
                 while b"\n" in buffer:
@@ -81,14 +89,25 @@ class Server:
             gc.collect()
             gc.freeze()
             self._tell(did="import", seconds=time.perf_counter() - began, failed=failed, touched=touched_device())
+        elif action == "template":
+            self._start_template(order)
+        elif action == "branch":
+            self._tell(did="branch", **self._ask(order["place"], do="branch"))
         elif action == "start":
-            self._child = self._fork(order["folder"]) if order["how"] == "fork" else self._spawn(order)
-            self._tell(did="start", pid=self._child)
-        elif action == "where" and self._child is not None:
+            why = None
+            if order["how"] == "snapshot":
+                answer = self._ask(order["place"], do="fork", folder=order["folder"])
+                self._child, why = answer["pid"], answer["why"]
+            else:
+                self._child = self._fork(order["folder"]) if order["how"] == "fork" else self._spawn(order)
+            self._tell(did="start", pid=self._child, why=why)
+        elif action == "where" and (self._child is not None or self._template):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._child, signal.SIGUSR1)
+                os.kill(self._child or [*self._template.values()][-1], signal.SIGUSR1)
         elif action == "kill":
             self._kill_descendants()
+        elif action == "drop":
+            self._end_template()
 
     def _fork(self, folder: str) -> int:
         server = os.getpid()
@@ -102,6 +121,8 @@ class Server:
             die_with(server)
             self._selector.close()
             self._connection.close()
+            for connection in self._places.values():
+                connection.close()
             os.close(self._wake_read)
             os.close(self._wake_write)
             redirect_output(folder)
@@ -113,7 +134,67 @@ class Server:
         finally:  # whatever happens, this process must not go on as a second server
             os._exit(EXIT_BROKEN)
 
-    def _spawn(self, order: dict[str, Any]) -> int:
+    # ---- the template ----
+
+    def _start_template(self, order: dict[str, Any]) -> None:
+        """Run a script in a fresh interpreter up to its Trainer. What it says is passed on as it comes."""
+        self._end_template()
+        theirs = {}
+        for place in order["places"]:
+            ours, theirs[place] = socket.socketpair()
+            self._places[place] = ours
+            self._selector.register(ours, selectors.EVENT_READ, place)
+        descriptors = {place: end.fileno() for place, end in theirs.items()}
+        pid = self._spawn(order, json.dumps(descriptors), tuple(descriptors.values()))
+        for end in theirs.values():
+            end.close()
+        self._template = {order["places"][0]: pid}
+        self._tell(did="template", pid=pid)
+
+    def _hear(self, place: str) -> None:
+        """A template says that it is ready, or has ended there."""
+        told = read_line(self._places[place])
+        if told is None:
+            self._forget(place)
+        elif "pid" in told:  # the inner one, which the outer one has made by itself
+            if told["pid"] is not None:
+                self._template["inner"] = told["pid"]
+            self._tell(did="branched", **told)
+        else:
+            self._tell(did="ready", place=place, **told)
+
+    def _ask(self, place: str, **order: Any) -> dict[str, Any]:
+        """Have the template at `place` make a process. Its pid, or None and why."""
+        connection = self._places.get(place)
+        if connection is None:
+            return {"pid": None, "why": "the template has ended"}
+        try:
+            connection.settimeout(FORK_SECONDS)
+            connection.sendall(json.dumps(order).encode() + b"\n")
+            told = read_line(connection)
+            connection.settimeout(None)
+        except OSError as error:
+            told = {"pid": None, "why": f"the template does not answer ({error})"}
+        if told is None:
+            self._forget(place)
+            told = {"pid": None, "why": "the template has ended"}
+        if order["do"] == "branch" and told["pid"] is not None:
+            self._template["shadow"] = told["pid"]
+        return told
+
+    def _forget(self, place: str) -> None:
+        connection = self._places.pop(place, None)
+        if connection is not None:
+            self._selector.unregister(connection)
+            connection.close()
+
+    def _end_template(self) -> None:
+        for place in list(self._places):
+            self._forget(place)
+        self._template = {}
+        self._kill_descendants()
+
+    def _spawn(self, order: dict[str, Any], descriptors: str = "", pass_fds: tuple[int, ...] = ()) -> int:
         folder = order["folder"]
         with (
             open(os.path.join(folder, "stdout.log"), "ab") as out,
@@ -128,7 +209,9 @@ class Server:
                     "--worker",
                     folder,
                     str(os.getpid()),
+                    *([descriptors] if descriptors else []),
                 ],
+                pass_fds=pass_fds,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -150,16 +233,24 @@ class Server:
                     left = self._kill_descendants()  # collected next
                     code = os.waitstatus_to_exitcode(status)
                     ended = {"pid": pid, "code": code, "max_rss_bytes": usage.ru_maxrss * 1024, "left_behind": left}
+                place = next((place for place, known in self._template.items() if known == pid), None)
+                if place is not None:
+                    del self._template[place]
+                    self._forget(place)
+                    code = os.waitstatus_to_exitcode(status)
+                    self._tell(did="template-end", place=place, code=code, max_rss_bytes=usage.ru_maxrss * 1024)
         if ended is not None:
             self._tell(did="end", **ended)
 
     def _kill_descendants(self) -> int:
-        """SIGKILL everything below this process, whatever session it has moved to. Returns how many there were."""
+        """SIGKILL everything below this process, whatever session it has moved to, save for the template and what the
+        script has started there. Returns how many there were."""
         import psutil
 
         killed: set[int] = set()
         for _ in range(50):  # a dying process may have just forked
-            alive = [p for p in psutil.Process().children(recursive=True) if not _is_dead(p)]
+            spared = self._spared()
+            alive = [p for p in psutil.Process().children(recursive=True) if p.pid not in spared and not _is_dead(p)]
             if not alive:
                 break
             for process in alive:
@@ -168,6 +259,29 @@ class Server:
                     killed.add(process.pid)
             time.sleep(0.02)
         return len(killed - {self._child})
+
+    def _spared(self) -> set[int]:
+        import psutil
+
+        spared: set[int] = set()
+        for pid in self._template.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                spared |= {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
+        return spared
+
+
+def read_line(connection: socket.socket) -> dict[str, Any] | None:
+    """The next message of a template, which sends whole lines; None when it has gone. Raises OSError."""
+    line = b""
+    while not line.endswith(b"\n"):
+        try:
+            part = connection.recv(1)
+        except ConnectionResetError:
+            part = b""
+        if not part:
+            return None
+        line += part
+    return json.loads(line)
 
 
 def _is_dead(process: Any) -> bool:
@@ -227,7 +341,7 @@ def main(argv: list[str]) -> None:
         die_with(int(argv[3]))
         from autofit.harness import worker
 
-        worker.run(argv[2])
+        worker.run(argv[2], json.loads(argv[4]) if len(argv) > 4 else None)
     connection = socket.socket(fileno=int(argv[1]))
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     # Ctrl-C reaches the parent, which decides; this session has no terminal.

@@ -13,65 +13,99 @@ import runpy
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from autofit.failure import classify_exception, exception_chain
+from autofit.harness.candidate_arguments import CandidateArguments
 from autofit.harness.device_meter import BudgetBelowWeightsError, DeviceMeter
-from autofit.harness.given_arguments import GivenArguments, json_value, plain_arguments
+from autofit.harness.given_arguments import json_value
 from autofit.harness.recorder import Recorder
 from autofit.harness.rules import InvalidProbe
 from autofit.harness.take_hold import when_imported
+from autofit.harness.template import Template
 from autofit.harness.workload_facts import describe
 from autofit.logits import REDUCTIONS
 from autofit.machine import run_delay_seconds
 from autofit.records import Failure, Outcome, Reply, Request
-from autofit.trainer_args import check_single_process, installed_name, probe_overrides
+from autofit.trainer_args import installed_name
 
 TRACE_FILE = "trace.npz"  # what a shadow run leaves beside its reply
-OUTPUT_FOLDER = "output"  # in the probe's folder, in place of the user's output_dir; gone when the probe has ended
+MOST_OWN_STEPS = 50  # of optimizers outside of the Trainer: fewer may be a part that the script fits beforehand
 
 
 class Harness:
-    """One child's hold on the Trainer."""
+    """One child's hold on the Trainer. `template`: the process stops where the script makes its first one; see there.
 
-    def __init__(self, request: Request, meter: DeviceMeter, recorder: Recorder) -> None:
-        self._request, self._meter, self._recorder = request, meter, recorder
+    `begin` gives a forked probe its own request, recorder and meter, by its folder and the
+    template's meter.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        meter: DeviceMeter,
+        recorder: Recorder,
+        template: Template | None = None,
+        begin: Callable[[str, DeviceMeter], tuple[Request, Recorder, DeviceMeter]] | None = None,
+    ) -> None:
+        self._request, self._meter, self.recorder = request, meter, recorder
+        self._template, self._begin = template, begin
+        self._stopped_outside = False  # the outer place of the template lies behind
         self._began = time.perf_counter()
-        self._given = GivenArguments()
+        self._arguments = CandidateArguments(request, self.fail)
         self._attached = False
-        self._applied: list[tuple[Any, dict[str, Any]]] = []  # object, the candidate's fields as it resolved them
-        self._own_optimizer = False
-        self._user_arguments: dict[str, Any] = {}
-        self._user_resolved: dict[str, Any] = {}
+        self._own_optimizer = self._in_training = False
+        self._own_steps = 0  # of optimizers outside of the Trainer's training
         self._phases: Any = None
-        self._notes: list[str] = []
-        self._output = str(Path(request.folder) / OUTPUT_FOLDER)
         self.trainer_seen = False
         self._environment, self._environment_changed = dict(os.environ), False
 
     def install(self) -> None:
         when_imported("torch", self._see_environment)
-        when_imported("transformers.training_args", lambda module: self._given.install(module.TrainingArguments))
+        when_imported("torch.optim.optimizer", self._watch_optimizers)
+        when_imported("transformers.training_args", self._take_arguments)
         when_imported("transformers.trainer", self._take_trainer)
 
     def _see_environment(self, _: Any) -> None:
         """What the workload sets for torch and its libraries has to be set before they are imported."""
         self._environment_changed = dict(os.environ) != self._environment
 
+    def _watch_optimizers(self, module: Any) -> None:
+        module.register_optimizer_step_pre_hook(lambda *_: self._own_step())
+
+    def _own_step(self) -> None:
+        """A script that trains by itself must not be let run for hours."""
+        if self._in_training:
+            return
+        self._own_steps += 1
+        if self._own_steps >= MOST_OWN_STEPS:
+            who = "the script's Trainer has a train() of its own, which" if self.trainer_seen else "the script"
+            message = f"{who} runs optimizer steps outside of the train() of a transformers Trainer"
+            self._finish(Reply(Outcome.CRASHED, failure=Failure(self.recorder.phase, None, "own_loop", message)))
+
+    def _take_arguments(self, module: Any) -> None:
+        self._arguments.given.install(module.TrainingArguments)
+        if self._template is not None:
+            self._arguments.given.watch_reads(module.TrainingArguments)
+            self._arguments.given.reads = set()
+
     def _take_trainer(self, module: Any) -> None:
         harness, trainer_class = self, module.Trainer
         original_init, original_train = trainer_class.__init__, trainer_class.train
+        original_evaluate = trainer_class.evaluate
 
         def make(cls: type, *args: Any, **kwargs: Any) -> Any:
             """The outermost call: it sees a subclass's own arguments before the subclass reads them."""
-            harness._construct(module, [*args, *kwargs.values()])
+            harness._construct(module, cls, args, kwargs)
             return object.__new__(cls)
 
         @functools.wraps(original_init)
         def construct(trainer: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
+            harness._stop_inside()
             if args is None:
-                args = module.TrainingArguments(output_dir=harness._output)
+                args = module.TrainingArguments(output_dir=harness._arguments.output)
             harness._apply(args)
             original_init(trainer, model, args, *rest, **kwargs)
             harness._own_optimizer = trainer.optimizer is not None
@@ -80,62 +114,75 @@ class Harness:
         def train(trainer: Any, *args: Any, **kwargs: Any) -> NoReturn:
             harness._train(trainer, functools.partial(original_train, trainer))
 
+        @functools.wraps(original_evaluate)
+        def evaluate(trainer: Any, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if not harness._in_training:
+                eval_dataset = harness._few_rows(trainer, eval_dataset)
+            return original_evaluate(trainer, eval_dataset, *args, **kwargs)
+
         trainer_class.__new__, trainer_class.__init__, trainer_class.train = make, construct, train
+        trainer_class.evaluate = evaluate
+
+    def _few_rows(self, trainer: Any, dataset: Any) -> Any:
+        """A few batches for an evaluation that the script makes before it trains: nobody waits for its result."""
+        from autofit.harness import phases, row_sample, rows
+
+        dataset = trainer.eval_dataset if dataset is None else dataset
+        if not row_sample.has_rows(dataset) or isinstance(dataset, dict) or phases.has_own_eval_loader(trainer):
+            return dataset
+        count = min(len(dataset), phases.EVAL_STEPS * trainer.args.eval_batch_size)
+        return rows.subset(dataset, list(range(count)))
 
     # ---- construction ----
 
-    def _construct(self, module: Any, values: list[Any]) -> None:
+    def _construct(self, module: Any, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.trainer_seen = True
-        for value in values:
+        if self._template is not None and not self._stopped_outside:
+            self._stopped_outside = True
+            # What a trainer of transformers' own prepares before the base class does is nothing.
+            has_inner = cls.__init__ is not module.Trainer.__init__ and not cls.__module__.startswith("transformers.")
+            model = kwargs.get("model", args[0] if args else None)
+            self._go_on(self._template.stop(model, self._reads, has_inner))
+        for value in (*args, *kwargs.values()):
             if isinstance(value, module.TrainingArguments):
                 self._apply(value)
 
-    def _apply(self, arguments: Any) -> None:
-        """Set the candidate's fields, and those that keep a probe from writing or reporting anything, once per object."""
-        if any(arguments is applied for applied, _ in self._applied):
+    def _stop_inside(self) -> None:
+        if self._template is not None and self._stopped_outside:
+            self._go_on(self._template.stop_inner(self._reads))
+
+    def _reads(self) -> list[str]:
+        """Fields that were read since this was asked last."""
+        given = self._arguments.given
+        found, given.reads = sorted(given.reads or ()), set()
+        return found
+
+    def _go_on(self, place: tuple[str, str] | None) -> None:
+        """After the template: as a probe that was forked from it, as the template of the inner place, or as no template."""
+        if place is not None and not place[1]:
             return
+        self._template, self._arguments.given.reads = None, None
+        if place is not None:
+            self._began = time.perf_counter()
+            self._request, self.recorder, self._meter = self._begin(place[1], self._meter)
+            self._arguments.adopt(self._request)
+
+    def _apply(self, arguments: Any) -> None:
         try:
-            self._user_arguments = plain_arguments(arguments, self._given.keywords(arguments))
-            self._user_resolved = {
-                f.name: json_value(getattr(arguments, f.name)) for f in dataclasses.fields(arguments)
-            }
-            check_single_process(self._user_resolved)
-            fields = tuple(self._user_resolved)
-            overrides = dict(self._candidate_arguments())
             from autofit.harness import phases
 
-            overrides |= probe_overrides(
-                self._output, {**self._user_resolved, **overrides}, fields, phases.PLANNED_STEPS
-            )
-            if self._request.device == "cpu" or self._request.shadow is not None:
-                overrides[installed_name("use_cpu", fields)] = True
-            if self._request.shadow is not None and not self._candidate_arguments():
-                overrides |= {
-                    "fp16": False,
-                    "tf32": None,
-                }  # of the card that is meant; accelerate refuses fp16 on a CPU
-            for name in ("metric_for_best_model", "greater_is_better"):
-                # Derived from `load_best_model_at_end`, which a probe turns off; early stopping insists on them.
-                if self._user_resolved.get(name) is not None:
-                    overrides.setdefault(name, self._user_resolved[name])
-            self._given.rebuild(arguments, overrides)
-            resolved = {name: json_value(getattr(arguments, name)) for name in self._candidate_arguments()}
-            self._applied.append((arguments, resolved))
-            if not self._attached:
+            self._arguments.lay(arguments, phases.PLANNED_STEPS)
+            if not self._attached and self._template is None:
                 self._attached = True
                 self._meter.attach(self._request.budget_bytes)
         except Exception as error:  # noqa: BLE001 - everything is reported; nothing is swallowed
             self.fail(error)
 
-    def _candidate_arguments(self) -> dict[str, Any]:
-        if self._request.files is None:
-            return self._request.arguments
-        return json.loads((Path(self._request.files) / "training_args.json").read_text(encoding="utf-8"))
-
     # ---- training ----
 
     def _train(self, trainer: Any, train: Any) -> NoReturn:
         """Everything from the script's own call of `train()` to the end of the process."""
+        self._in_training = True
         try:
             if self._request.schedule.describe_only:
                 self._finish(Reply(Outcome.FITS, description=self._describe(trainer)))
@@ -143,7 +190,7 @@ class Harness:
             self._check_applied(trainer)
             self._apply_to_model(trainer)
             self._apply_logits(trainer)
-            self._recorder.at("load")
+            self.recorder.at("load")
             self._phases = self._make_phases(trainer)
             if trainer.args.n_gpu > 1:
                 raise RuntimeError("dataparallel_detected: the probe sees several GPUs; autofit shows it one")
@@ -157,7 +204,7 @@ class Harness:
             self.fail(error, trainer)
 
     def _make_phases(self, trainer: Any) -> Any:
-        asked = (trainer, self._request.schedule, self._meter, self._recorder, self._request.timed_eval_rows)
+        asked = (trainer, self._request.schedule, self._meter, self.recorder, self._request.timed_eval_rows)
         if self._request.shadow is not None:
             from autofit.harness.shadow.shadow_phases import ShadowPhases
 
@@ -168,17 +215,15 @@ class Harness:
 
     def _check_applied(self, trainer: Any) -> None:
         """Refuse to measure where the script undoes the candidate by itself. Raises InvalidProbe."""
-        resolved = next((values for applied, values in self._applied if applied is trainer.args), None)
-        if resolved is None:
-            raise InvalidProbe("not_applied", "the script gives its Trainer other arguments after it was made")
-        for name, value in resolved.items():
-            now = json_value(getattr(trainer.args, name))
-            if now != value:
-                raise InvalidProbe("not_applied", f"the script sets {name}={now!r} itself after its Trainer was made")
+        resolved = self._arguments.check_applied(trainer.args)
         name = installed_name("activation_checkpointing", resolved)
         if name is not None and not resolved[name] and checkpoints_activations(trainer.model):
             raise InvalidProbe("not_applied", "the script turns activation checkpointing on itself")
-        if self._own_optimizer and resolved.get("optim") != self._user_resolved["optim"] and "optim" in resolved:
+        if (
+            self._own_optimizer
+            and resolved.get("optim") != self._arguments.user_resolved["optim"]
+            and "optim" in resolved
+        ):
             raise InvalidProbe(
                 "not_applied", f"the script makes its own optimizer, so that {resolved['optim']} has no effect"
             )
@@ -221,11 +266,15 @@ class Harness:
             trainer.preprocess_logits_for_metrics = reduction
 
     def _describe(self, trainer: Any) -> Any:
-        name = installed_name("activation_checkpointing", self._user_resolved)
+        name = installed_name("activation_checkpointing", self._arguments.user_resolved)
         if name is not None and checkpoints_activations(trainer.model):
-            self._user_resolved[name] = True
+            self._arguments.user_resolved[name] = True
         return describe(
-            trainer, self._user_arguments, self._user_resolved, self._request, not self._environment_changed
+            trainer,
+            self._arguments.user_arguments,
+            self._arguments.user_resolved,
+            self._request,
+            not self._environment_changed,
         )
 
     # ---- the reply ----
@@ -261,7 +310,7 @@ class Harness:
             "arguments": {
                 f.name: json_value(getattr(trainer.args, f.name, None))
                 for f in dataclasses.fields(trainer.args)
-                if f.name in self._candidate_arguments()
+                if f.name in self._arguments.fields
             },
             "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
             "logits": getattr(trainer.preprocess_logits_for_metrics, "__name__", None),
@@ -274,7 +323,7 @@ class Harness:
         """Explain the error in a reply and end the process."""
         free_share = None if isinstance(error, BudgetBelowWeightsError) else _quietly_free_share(self._meter)
         self._release()
-        phase, step = self._recorder.phase, self._recorder.step
+        phase, step = self.recorder.phase, self.recorder.step
         if isinstance(error, BudgetBelowWeightsError):
             outcome, kind = Outcome.DEVICE_OOM, "weights_above_budget"
         elif isinstance(error, InvalidProbe):
@@ -300,7 +349,7 @@ class Harness:
     def _finish(self, reply: Reply) -> NoReturn:
         """Lift the cap, so that the reply can be written, and end the process."""
         self._release()
-        self._recorder.finish(reply)
+        self.recorder.finish(reply)
 
     def _release(self) -> None:
         """A device that has failed may refuse even this; the reply must come all the same."""

@@ -18,6 +18,7 @@ from typing import NoReturn
 from autofit import codec
 from autofit.harness.device_meter import DeviceMeter, make_meter
 from autofit.harness.recorder import Recorder
+from autofit.harness.template import Template
 from autofit.harness.trainer_hooks import Harness
 from autofit.probe_folder import write_privately
 from autofit.records import Failure, Outcome, Reply, Request, ScriptTask
@@ -26,17 +27,17 @@ from autofit.workloads.script_task import redact
 REQUEST_FILE = "request.json"
 
 
-def run(folder: str) -> NoReturn:
-    """Serve the request in `folder`, then end the process. Never returns."""
+def run(folder: str, descriptors: dict[str, int] | None = None) -> NoReturn:
+    """Serve the request in `folder`, then end the process. Never returns.
+
+    `descriptors`: sockets by which this process is asked for probes, once its script has come to its Trainer; the request
+    is then what it does where it cannot serve.
+    """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the parent asks where a child hangs before it kills it
-    path = Path(folder) / REQUEST_FILE
-    request = codec.decode(path.read_bytes(), Request, path)
-    if request.task.script is not None:  # its command may hold secrets, and whoever wrote it may be killed
-        write_privately(path, codec.encode(dataclasses.replace(request, task=redact(request.task))))
-    recorder = Recorder(folder, request.requested_at)
-    recorder.at("start")
-    harness = Harness(request, _make_meter(request), recorder)
+    request, recorder, meter = _begin(folder)
+    template = Template(descriptors, os.getppid()) if descriptors else None
+    harness = Harness(request, meter, recorder, template, _begin)
     harness.install()
     try:
         recorder.at("load")
@@ -47,21 +48,33 @@ def run(folder: str) -> NoReturn:
     except SystemExit as error:
         _ended(
             harness,
-            recorder,
             f"the script exited with {error.code!r} before it trained",
             "".join(traceback.format_exception(error)),
         )
     except BaseException as error:  # noqa: BLE001 - reported as the workload's own failure
         harness.fail(error)
-    _ended(harness, recorder, "the script ended without calling Trainer.train()", "")
+    _ended(harness, "the script ended without calling Trainer.train()", "")
 
 
-def _make_meter(request: Request) -> DeviceMeter:
+def _begin(folder: str, before: DeviceMeter | None = None) -> tuple[Request, Recorder, DeviceMeter]:
+    """What a child of this folder is asked for, and what it tells and measures by. `before`: of the template it comes from."""
+    path = Path(folder) / REQUEST_FILE
+    request = codec.decode(path.read_bytes(), Request, path)
+    if request.task.script is not None:  # its command may hold secrets, and whoever wrote it may be killed
+        write_privately(path, codec.encode(dataclasses.replace(request, task=redact(request.task))))
+    recorder = Recorder(folder, request.requested_at)
+    recorder.at("start")
+    return request, recorder, _make_meter(request, before)
+
+
+def _make_meter(request: Request, before: DeviceMeter | None) -> DeviceMeter:
     if request.shadow is None:
         return make_meter(request.device)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a shadow run may share the machine with a probe, never its device
     from autofit.harness.shadow.meter import ShadowMeter
 
+    if isinstance(before, ShadowMeter):
+        return ShadowMeter(request.shadow, before.fakes)
     meter = ShadowMeter(request.shadow)
     meter.install()
     return meter
@@ -103,9 +116,9 @@ def _run_path(path: str) -> None:
     exec(compile(source, path, "exec"), vars(main))  # noqa: S102 - it is the user's own script, run at their request
 
 
-def _ended(harness: Harness, recorder: Recorder, message: str, text: str) -> NoReturn:
+def _ended(harness: Harness, message: str, text: str) -> NoReturn:
     kind = "no_training" if harness.trainer_seen else "no_trainer"
     if not harness.trainer_seen:
         message += " and without making a Trainer"
-    failure = Failure(recorder.phase, None, kind, message, text)
-    recorder.finish(Reply(Outcome.CRASHED, failure=failure))
+    failure = Failure(harness.recorder.phase, None, kind, message, text)
+    harness.recorder.finish(Reply(Outcome.CRASHED, failure=failure))

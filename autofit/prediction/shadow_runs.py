@@ -224,12 +224,17 @@ class ShadowRuns:
         shutil.rmtree(folder, ignore_errors=True)
         ended = self._launcher.probe(
             self._request(candidate, batch, eval_batch, folder),
-            how="fork" if self._description.forkable else "fresh",
+            how=self._way(),
             time_limit=self._limit(),
             options=self._task.script.interpreter_options if self._task.script else (),
             trusted=True,  # it touches no device, so that a fork of anything is safe
         )
         return self._result(ended.reply, kept)
+
+    def _way(self) -> str:
+        if self._launcher.snapshot is not None:
+            return "snapshot"
+        return "fork" if self._description.forkable else "fresh"
 
     def _kept(self, candidate: Candidate, batch: int, eval_batch: int) -> Path:
         """Where the trace lies, or will."""

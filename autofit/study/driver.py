@@ -218,7 +218,7 @@ class Search:
 
     def _before_shadow_run(self, _: str) -> None:
         """Import once what fake tensors bring along; again after that costs nothing."""
-        if self._description.forkable:
+        if self._launcher.way == "fork":
             self._launcher.warm((*FIRST_IMPORTS, *SHADOW_IMPORTS))
 
     def run_evaluate(self, chosen: Candidate, in_code: bool) -> Candidate | None:
@@ -381,7 +381,7 @@ class Search:
             budget_bytes=self._budget.device_bytes,
             timed_eval_rows=self._timed_eval_rows if evaluate else 0,
         )
-        how = how or ("fork" if self._description.forkable else "fresh")
+        how = how or self._launcher.way
         self._listener.probe_started(folder.name, purpose, candidate, why, self.seconds_left())
         self._mirror.ask(candidate, purpose)
         ended = self._launcher.probe(

@@ -6,7 +6,7 @@ Everything that cannot work is refused here, in one line with the way out, befor
 import json
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,35 +147,68 @@ def describe(
     folder: Path,
     say: Callable[[str], None],
     shadow: ShadowDevice | None = None,
+    snapshot: bool | None = None,
 ) -> Description:
     """Run the workload once up to its training, and make the server ready for its probes. `shadow`: without weights.
 
-    Raises UsageError or WorkloadError where it does not get there.
+    A script then stands at its Trainer for the probes to branch off, where that is safe. `snapshot`: whether to; None where
+    there is no GPU only, since nobody has tried it on one. Raises UsageError or WorkloadError where it does not get there.
     """
-    request = Request("describe", str(folder), task, machine.device, Schedule(describe_only=True), shadow=shadow)
-    fork = task.script is None
-    if fork:
+    schedule = Schedule(describe_only=True, check_accumulation=shadow is None)
+    request = Request("describe", str(folder), task, machine.device, schedule, shadow=shadow)
+    if task.script is not None:
+        description = _describe_script(
+            task, launcher, request, say, machine.device == "cpu" if snapshot is None else snapshot
+        )
+    else:
         launcher.warm(FIRST_IMPORTS if shadow is None else (*FIRST_IMPORTS, *SHADOW_IMPORTS))
         if machine.device != "cpu" and not _fresh_folder(folder, launcher.trust, request):
             say("forked children cannot use the device here, so every probe starts a fresh interpreter")
-    ended = _fresh_folder(
-        folder,
-        launcher.probe,
-        request,
-        how="fork" if fork else "fresh",
-        time_limit=DESCRIBE_SECONDS,
-        options=task.script.interpreter_options if task.script else (),
-    )
-    description = ended.reply.description
-    if description is None:
-        raise explain_failure(task, ended.reply, folder)
-    if description.forkable and launcher.can_fork:
-        launcher.warm((*FIRST_IMPORTS, *description.modules))
-    elif launcher.can_fork:
-        say("the script changes its environment before it imports torch, so every probe starts a fresh interpreter")
+        ended = _fresh_folder(folder, launcher.probe, request, how="fork", time_limit=DESCRIBE_SECONDS)
+        description = _described(task, ended.reply, folder)
+        launcher.fallback = "fork"
+        if launcher.can_fork:
+            launcher.warm((*FIRST_IMPORTS, *description.modules))
     for note in description.notes:
         say(note)
     return description
+
+
+def _describe_script(
+    task: Task, launcher: Launcher, request: Request, say: Callable[[str], None], snapshot: bool
+) -> Description:
+    folder = Path(request.folder)
+    options = task.script.interpreter_options
+    ended, why = None, "the snapshot of a script is not tried on a GPU unless --snapshot says so"
+    if snapshot:
+        standing = replace(request, probe="template", folder=str(folder.parent / "template"))
+        ended, why = _fresh_folder(
+            Path(standing.folder), launcher.take_snapshot, standing, time_limit=DESCRIBE_SECONDS, options=options
+        )
+    if ended is None:
+        how = "fresh" if launcher.snapshot is None else "snapshot"
+        ended = _fresh_folder(folder, launcher.probe, request, how=how, time_limit=DESCRIBE_SECONDS, options=options)
+    description = _described(task, ended.reply, folder)
+    if description.forkable and launcher.can_fork:
+        launcher.fallback = "fork"
+        launcher.prepare_forks((*FIRST_IMPORTS, *description.modules))
+    if launcher.snapshot is not None:
+        launcher.snapshot = replace(launcher.snapshot, resolved=description.resolved)
+        say(
+            "the script stands at its Trainer: each probe is a fork of it, so that its data and weights are loaded once"
+        )
+    else:
+        way = (
+            "branches off a process that has imported its libraries" if launcher.fallback == "fork" else "starts afresh"
+        )
+        say(f"every probe runs the script from its start and {way}: {why}")
+    return description
+
+
+def _described(task: Task, reply: Reply, folder: Path) -> Description:
+    if reply.description is None:
+        raise explain_failure(task, reply, folder)
+    return reply.description
 
 
 def _fresh_folder(folder: Path, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -26,9 +26,10 @@ class ShadowMeter:
     cap = "none"
     context_bytes = None
 
-    def __init__(self, device: ShadowDevice) -> None:
+    def __init__(self, device: ShadowDevice, fakes: FakeTensors | None = None) -> None:
+        """`fakes`: of a process that this one was forked from, which has made its model of them."""
         self.device = device
-        self.fakes = FakeTensors()
+        self.fakes = fakes or FakeTensors()
         self._workspaces: set[str] = set()
         self.ledger = Ledger(self._make_workspace if device.kind == "cuda" else None)
         self._active = contextlib.ExitStack()

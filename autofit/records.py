@@ -376,7 +376,7 @@ class Measurement(_Peaks):
     """One finished probe, as the journal keeps it."""
 
     probe: str
-    purpose: str  # baseline, train, evaluate, race, confirm, confirm-baseline
+    purpose: str  # baseline, canary, train, evaluate, race, confirm, confirm-baseline
     candidate: Candidate
     outcome: Outcome
     seconds: float  # wall time from request to reply, as the parent saw it
@@ -392,7 +392,7 @@ class Measurement(_Peaks):
     measured_seconds: float = 0.0
     delay_seconds: float | None = None
     device: str = ""  # machine key
-    start: str = "fork"  # fork or fresh: how the child was started
+    start: str = "fork"  # snapshot, fork or fresh: how the child was started
     notes: tuple[str, ...] = ()
 
     @property

@@ -216,6 +216,8 @@ class Harness:
     def _check_applied(self, trainer: Any) -> None:
         """Refuse to measure where the script undoes the candidate by itself. Raises InvalidProbe."""
         resolved = self._arguments.check_applied(trainer.args)
+        if self._request.shadow is None:
+            check_precision(trainer, resolved)
         name = installed_name("activation_checkpointing", resolved)
         if name is not None and not resolved[name] and checkpoints_activations(trainer.model):
             raise InvalidProbe("not_applied", "the script turns activation checkpointing on itself")
@@ -266,6 +268,9 @@ class Harness:
             trainer.preprocess_logits_for_metrics = reduction
 
     def _describe(self, trainer: Any) -> Any:
+        mixed = trainer.accelerator.mixed_precision  # a launcher may say it in the environment
+        if mixed in ("bf16", "fp16"):
+            self._arguments.user_resolved[mixed] = True
         name = installed_name("activation_checkpointing", self._arguments.user_resolved)
         if name is not None and checkpoints_activations(trainer.model):
             self._arguments.user_resolved[name] = True
@@ -360,6 +365,19 @@ class Harness:
 def checkpoints_activations(model: Any) -> bool:
     """Whether any part of the model recomputes its activations now."""
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+
+
+def check_precision(trainer: Any, resolved: dict[str, Any]) -> None:
+    """Refuse where the run would compute in another precision than its arguments say. Raises InvalidProbe."""
+    if "bf16" not in resolved or "fp16" not in resolved:
+        return
+    wanted = "bf16" if resolved["bf16"] else "fp16" if resolved["fp16"] else "no"
+    runs = trainer.accelerator.mixed_precision
+    if runs != wanted and not (wanted == "fp16" and trainer.args.use_cpu):  # fp16 is none on a CPU
+        raise InvalidProbe(
+            "not_applied",
+            f"mixed precision is {runs} instead of {wanted}: an Accelerator made before, or ACCELERATE_MIXED_PRECISION, decides",
+        )
 
 
 def set_attention(model: Any, implementation: str) -> None:

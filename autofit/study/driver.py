@@ -42,7 +42,7 @@ from autofit.selection import (
     winner,
 )
 from autofit.store import PROVISIONAL, SHADOWS, RunDirectory
-from autofit.study.judgement import SPEED_KNOWN, judge, measurement_of
+from autofit.study.judgement import SPEED_KNOWN, difference_of, judge, measurement_of
 from autofit.study.listener import Listener
 from autofit.study.mirror import Mirror
 from autofit.study.planner import EvaluatePlan, TrainPlan
@@ -58,6 +58,7 @@ RUN_AGAIN = "run the same command again, it resumes"
 DISK_FULL = ("No space left on device", "Disk quota exceeded", "exit 74")  # 74: the child could not write its reply
 Turn = tuple[Measurement | None, Measurement]  # the baseline's run where it is compared, and the candidate's
 RACE_ROUNDS = 2
+CANARY = "canary"  # a fresh run of the user's settings that the snapshot is held against; no part of the search
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,10 @@ class Search:
         return [
             judge(m, self._budget)
             for m in self._directory.measurements
-            if m.device == self._machine.key and m.candidate.values.keys() == knobs and m.outcome is not Outcome.KILLED
+            if m.device == self._machine.key
+            and m.candidate.values.keys() == knobs
+            and m.outcome is not Outcome.KILLED
+            and m.purpose != CANARY
         ]
 
     def baseline_measurement(self) -> Measurement | None:
@@ -189,7 +193,29 @@ class Search:
                     self._keep_prediction(m.candidate)
                 continue  # what is known now may speak for another candidate
             timed = step.purpose == "baseline"
-            self.measure(step.candidate, step.purpose, step.why, evaluate=timed)
+            measured = self.measure(step.candidate, step.purpose, step.why, evaluate=timed)
+            if timed:
+                self._check_snapshot(measured)
+
+    def _check_snapshot(self, forked: Measurement) -> None:
+        """Hold the first probe that branched off the snapshot against one of the same settings that starts afresh.
+
+        Once in a run directory: what an earlier run of this search has found out stands. It counts for no limit.
+        """
+        if self._launcher.snapshot is None:
+            return
+        found = [m for m in self._directory.measurements if m.purpose == CANARY and m.device == self._machine.key]
+        if not found and forked.start == "snapshot":
+            why = "the same settings afresh, beside which the snapshot has to measure alike"
+            found = [self._probe(self.space.baseline, CANARY, why, True, False, False, "fresh", None)]
+        if not found:
+            return
+        difference = difference_of(forked, found[-1])
+        if difference is not None:
+            self._launcher.drop_snapshot()
+            self.say(
+                f"the snapshot does not measure as a fresh start does ({difference}), so every probe starts afresh"
+            )
 
     def _trace(self, candidate: Candidate) -> bool:
         """Make the shadow runs of a structure that has none, while there is time. Returns whether there are new ones.

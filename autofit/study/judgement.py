@@ -15,6 +15,8 @@ from autofit.records import (
 
 SPEED_KNOWN = (Outcome.FITS, Outcome.CONTAMINATED)
 DELAY_SHARE = 0.05  # of wall time that threads waited for a processor; above it a timed window is contaminated
+ALIKE_PEAKS = 0.05
+ALIKE_SPEEDS = 1.5
 LEAST_STEPS = 3  # applied optimizer steps, without which a probe is no fit: optimizer state appears after the first
 
 
@@ -58,6 +60,30 @@ def measurement_of(
         note = f"its threads waited {share:.0%} of the timed windows for a processor"
         return dataclasses.replace(measurement, outcome=Outcome.CONTAMINATED, notes=(*measurement.notes, note))
     return measurement
+
+
+def difference_of(forked: Measurement, fresh: Measurement) -> str | None:
+    """In what a probe from a snapshot differs from one of the same settings that started afresh; None where they agree.
+
+    Resident peaks of equal processes differ by 3 % (measured over forks and fresh starts), so 5 % are let be; steps by
+    far more on a busy machine, so the fastest windows are compared, and only those that nobody disturbed.
+    """
+    if fresh.outcome not in SPEED_KNOWN and forked.outcome not in SPEED_KNOWN:
+        return None
+    if (fresh.outcome in SPEED_KNOWN) != (forked.outcome in SPEED_KNOWN):
+        near = Outcome.OVER_BUDGET, Outcome.DEVICE_OOM
+        if forked.outcome in near or fresh.outcome in near:
+            return None  # at the budget's edge either may come out
+        return f"{forked.outcome.value} against {fresh.outcome.value}"
+    mine, theirs = forked.train_bytes, fresh.train_bytes
+    if mine and theirs and abs(mine - theirs) > ALIKE_PEAKS * theirs:
+        return f"peak {mine} bytes against {theirs} bytes"
+    timed = forked.train_speed is not None and fresh.train_speed is not None
+    if timed and forked.outcome is fresh.outcome is Outcome.FITS:
+        ratio = min(forked.train_speed.seconds) / min(fresh.train_speed.seconds)
+        if not 1 / ALIKE_SPEEDS < ratio < ALIKE_SPEEDS:
+            return f"steps take {ratio:.2f} times as long"
+    return None
 
 
 def judge(measurement: Measurement, budget: Budget) -> Measurement:

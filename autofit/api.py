@@ -102,6 +102,7 @@ class Result:
     measurements: list[Measurement]
     timing: dict[str, float] = field(default_factory=dict)
     predictions: list[Prediction] = field(default_factory=list)  # of shadow runs, for candidates that were probed
+    task: Task | None = None  # without its secrets
 
     def frame(self) -> "pandas.DataFrame":
         """One row per probe: its knobs, outcome, rows per second, and peaks in bytes, measured and predicted.
@@ -163,6 +164,7 @@ def load(folder: str | Path) -> Result:
         codec.build(run["description"], Description, where),
         measurements,
         predictions=predictions,
+        task=codec.build(run["task"], Task, where),
     )
 
 
@@ -237,7 +239,9 @@ class _Prepared:
             began=self._began,
         )
         try:
-            decision = Decision(search, self._directory.path, self.description, self._machine, options.min_gain)
+            decision = Decision(
+                search, self._directory.path, self.description, self._machine, options.min_gain, self._task
+            )
             best, with_code = decision.run()
             history = search.history()
             if best is None and with_code is None:
@@ -271,6 +275,7 @@ class _Prepared:
             history,
             self._timing(history),
             list(self._directory.predictions),
+            redact(self._task),
         )
 
     def _reasons(self, history: list[Measurement], best: Choice | None, with_code: Choice | None) -> dict[str, str]:

@@ -2,18 +2,24 @@
 
 `training_args.json` is what `HfArgumentParser.parse_json_file` and `TrainingArguments(**json)` take. What they cannot
 say (attention implementation, logits reduction) stands in `model_kwargs.json` and in a snippet; it is never smuggled in.
+For a script there is more: what it reads already, with the tuned values in it; see `own_settings`.
 """
 
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from autofit.knobs import KNOBS
-from autofit.records import Candidate, Description
+from autofit.knobs import KNOBS, needs_code, switches_of
+from autofit.own_settings import COMMAND_FILE, OwnSettings, make_own_settings
+from autofit.records import Candidate, Description, ScriptTask, Task
 from autofit.store import replaced_folder, write_atomically, write_json
 from autofit.trainer_args import ALIASES, arguments_of
 
 ARGUMENTS_FILE, MODEL_FILE, SNIPPET_FILE = "training_args.json", "model_kwargs.json", "snippet.py"
+WRITTEN = (ARGUMENTS_FILE, MODEL_FILE, SNIPPET_FILE, COMMAND_FILE)  # names that a user's file of settings may not take
 
 
 def training_arguments(candidate: Candidate, description: Description, device: str) -> dict[str, Any]:
@@ -28,6 +34,22 @@ def training_arguments(candidate: Candidate, description: Description, device: s
     return {**kept, **tuned}
 
 
+def changed_arguments(candidate: Candidate, description: Description, device: str) -> dict[str, Any]:
+    """The candidate's fields of which the user's own settings say something else."""
+    tuned = arguments_of(candidate, description.fields, device, description.resolved)
+    if description.resolved.get("auto_find_batch_size"):
+        tuned["auto_find_batch_size"] = False
+    return {name: value for name, value in tuned.items() if value != description.resolved.get(name)}
+
+
+def own_settings_of(
+    folder: Path, candidate: Candidate, baseline: Candidate, description: Description, device: str, script: ScriptTask
+) -> OwnSettings:
+    """How the candidate is said in the script's own terms, with `folder` as the place of its files."""
+    changed = changed_arguments(candidate, description, device)
+    return make_own_settings(folder, script, description, changed, needs_code(candidate, baseline), WRITTEN)
+
+
 def model_kwargs(candidate: Candidate, baseline: Candidate) -> dict[str, Any]:
     """Keyword arguments for `from_pretrained` that the candidate needs and the user's own settings lack."""
     if candidate.get("attention") == baseline.get("attention"):
@@ -35,8 +57,19 @@ def model_kwargs(candidate: Candidate, baseline: Candidate) -> dict[str, Any]:
     return {"attn_implementation": candidate["attention"]}
 
 
-def write_files(folder: Path, candidate: Candidate, baseline: Candidate, description: Description, device: str) -> None:
-    """The folder with everything that the candidate needs, in place of what was there. Raises OSError."""
+def write_files(
+    folder: Path,
+    candidate: Candidate,
+    baseline: Candidate,
+    description: Description,
+    device: str,
+    *,
+    task: Task | None = None,
+) -> None:
+    """The folder with everything that the candidate needs, in place of what was there. Raises OSError.
+
+    Of a script's `task` also `command.txt` and, where its arguments come from a file, that file with the tuned values.
+    """
     with replaced_folder(folder) as draft:
         write_json(draft / ARGUMENTS_FILE, training_arguments(candidate, description, device))
         in_code = {
@@ -46,11 +79,21 @@ def write_files(folder: Path, candidate: Candidate, baseline: Candidate, descrip
         }
         if in_code:
             write_json(draft / MODEL_FILE, model_kwargs(candidate, baseline))
-            write_atomically(draft / SNIPPET_FILE, snippet(candidate, baseline).encode())
+            write_atomically(
+                draft / SNIPPET_FILE, snippet(candidate, baseline, switches_of(candidate, description)).encode()
+            )
+        if task is not None and task.script is not None:
+            own = own_settings_of(folder, candidate, baseline, description, device, task.script)
+            if own.content is not None:
+                write_atomically(draft / own.name, own.content)
+                # A copy of the user's own file, which may hold their tokens. The draft is nobody else's to read.
+                os.chmod(draft / own.name, 0o600)
+            if own.command is not None:
+                write_atomically(draft / COMMAND_FILE, own.command.encode())
 
 
-def snippet(candidate: Candidate, baseline: Candidate) -> str:
-    """Python that completes `training_args.json`: what to pass to the model and to the Trainer."""
+def snippet(candidate: Candidate, baseline: Candidate, switches: Mapping[str, bool] = MappingProxyType({})) -> str:
+    """Python that completes `training_args.json`: what to pass to the model and to the Trainer, and what to set on it."""
     lines = [
         '"""What training_args.json cannot say. Pass MODEL_KWARGS to from_pretrained',
         'and preprocess_logits_for_metrics, where it stands here, to the Trainer."""',
@@ -61,8 +104,18 @@ def snippet(candidate: Candidate, baseline: Candidate) -> str:
     if reduces:
         lines += [f"from autofit.logits import {reduction} as preprocess_logits_for_metrics", ""]
     lines.append(f"MODEL_KWARGS = {model_kwargs(candidate, baseline)!r}")
+    names = ["MODEL_KWARGS"]
+    if switches:
+        lines += [
+            "",
+            "# The loss has to be divided by the accumulation steps: for these, setattr(trainer, name, value).",
+        ]
+        lines.append(f"TRAINER_ATTRIBUTES = {dict(switches)!r}")
+        names.append("TRAINER_ATTRIBUTES")
     if reduces:
-        lines += ["", '__all__ = ["MODEL_KWARGS", "preprocess_logits_for_metrics"]']
+        names.append("preprocess_logits_for_metrics")
+    if len(names) > 1:
+        lines += ["", f"__all__ = {names!r}".replace("'", '"')]
     return "\n".join(lines) + "\n"
 
 

@@ -6,7 +6,7 @@ A `Space` is what is left of them for one workload on one machine. Not here: in 
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from autofit.errors import UsageError
@@ -32,6 +32,7 @@ KNOBS = {
         Knob("activation_checkpointing", "train", Effect.EXACT),
         Knob("precision", "train", Effect.NUMERICS),
         Knob("attention", "train", Effect.NUMERICS, in_code=True),
+        Knob("loss", "train", Effect.EXACT, in_code=True),
         Knob("optim", "train", Effect.EXACT),
         Knob("per_device_eval_batch_size", "evaluate", Effect.EXACT),
         Knob("eval_accumulation_steps", "evaluate", Effect.EXACT),
@@ -42,7 +43,11 @@ KNOBS = {
 
 @dataclass(frozen=True)
 class Space:
-    """The values that each knob may take here, the baseline's first. Accumulation follows from the batch."""
+    """The values that each knob may take here, the baseline's first. Accumulation follows from the batch.
+
+    So does `loss`, which is there only where the workload's own loss gives other gradients at another accumulation: there
+    it has to be `scaled`, by a line of code.
+    """
 
     values: dict[str, tuple[KnobValue, ...]]
     baseline: Candidate
@@ -51,7 +56,11 @@ class Space:
     @property
     def start(self) -> Candidate:
         """The baseline, each knob that the user narrowed to other values at the first of those."""
-        moved = {n: v[0] for n, v in self.values.items() if n not in _BATCH[:2] and not _among(self.baseline[n], v)}
+        moved = {
+            n: v[0]
+            for n, v in self.values.items()
+            if n not in (*_BATCH[:2], *_DERIVED) and not _among(self.baseline[n], v)
+        }
         start = self.baseline.but(moved)
         if not _among(start["per_device_train_batch_size"], self.batches):
             start = self.with_batch(start, self.batches[0])
@@ -63,21 +72,30 @@ class Space:
 
     def with_batch(self, candidate: Candidate, batch: int) -> Candidate:
         """`candidate` at another per-device batch, the effective batch held."""
-        return candidate.but(
-            per_device_train_batch_size=batch, gradient_accumulation_steps=self.effective_batch // batch
-        )
+        steps = self.effective_batch // batch
+        sized = candidate.but(per_device_train_batch_size=batch, gradient_accumulation_steps=steps)
+        if "loss" not in self.values:
+            return sized
+        return sized.but(loss="own" if steps == self.baseline["gradient_accumulation_steps"] else "scaled")
 
     @property
     def batches(self) -> tuple[int, ...]:
         """Per-device train batches, ascending."""
         return tuple(sorted(self.values["per_device_train_batch_size"]))
 
+    def batches_for(self, in_code: bool) -> tuple[int, ...]:
+        """Those that need no code, where `in_code` is not set."""
+        if in_code or "loss" not in self.values:
+            return self.batches
+        own = self.baseline["gradient_accumulation_steps"]
+        return tuple(b for b in self.batches if self.effective_batch // b == own) or self.batches
+
     def flips(self, candidate: Candidate, phase: str, in_code: bool) -> list[tuple[str, Candidate]]:
         """Candidates that differ in one knob of `phase` other than the batch; knobs in code only when `in_code`."""
         found = []
         for name, options in self.values.items():
             knob = KNOBS[name]
-            if knob.phase != phase or name in _BATCH or (knob.in_code and not in_code):
+            if knob.phase != phase or name in (*_BATCH, *_DERIVED) or (knob.in_code and not in_code):
                 continue
             found += [(name, candidate.but({name: value})) for value in options if value != candidate[name]]
         return found
@@ -86,7 +104,7 @@ class Space:
         """Every combination of the knobs of training, evaluation knobs as the baseline has them."""
         listed = [self.baseline]
         for name, options in self.values.items():
-            if KNOBS[name].phase == "train" and name not in _BATCH:
+            if KNOBS[name].phase == "train" and name not in (*_BATCH, *_DERIVED):
                 listed = [c.but({name: value}) for c in listed for value in options]
         return [self.with_batch(c, batch) for c in listed for batch in self.batches]
 
@@ -95,12 +113,33 @@ class Space:
         """How many candidates the whole space holds."""
         total = 1
         for name, options in self.values.items():
-            if name != "gradient_accumulation_steps":
+            if name not in _DERIVED:
                 total *= len(options)
         return total
 
 
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size")
+_DERIVED = ("gradient_accumulation_steps", "loss")
+
+
+def trades_in_code(description: Description, allow: Collection[str]) -> bool:
+    """Whether batch may be traded for accumulation with a line of code only, and the user has allowed code."""
+    check = description.accumulation
+    return check is not None and not check.holds and bool(check.switch) and "code" in allow
+
+
+def switches_of(candidate: Candidate, description: Description) -> dict[str, bool]:
+    """What of the candidate is said in attributes of the Trainer."""
+    check = description.accumulation
+    return {check.switch: check.switch_value} if candidate.get("loss") == "scaled" and check is not None else {}
+
+
+def _batches(effective: int, baseline: Candidate, description: Description) -> tuple[int, ...]:
+    """Where the workload gives other gradients at another accumulation, its own batch alone."""
+    check = description.accumulation
+    if check is None or check.holds or "loss" in baseline.values:
+        return _divisors(effective)
+    return (int(baseline["per_device_train_batch_size"]),)
 
 
 def _divisors(number: int) -> tuple[int, ...]:
@@ -127,7 +166,7 @@ def make_space(
     """
     effective = int(baseline["per_device_train_batch_size"]) * int(baseline["gradient_accumulation_steps"])
     values: dict[str, tuple[KnobValue, ...]] = {
-        "per_device_train_batch_size": _divisors(effective),
+        "per_device_train_batch_size": _batches(effective, baseline, description),
         "activation_checkpointing": (False, True) if description.can_checkpoint else (),
         "precision": _precisions(description, machine),
         "attention": description.attentions,
@@ -143,7 +182,7 @@ def make_space(
         values[name] = _narrow(name, options, values)
     chosen = {}
     for name in baseline.values:
-        if name == "gradient_accumulation_steps":
+        if name in _DERIVED:
             continue
         options = values.get(name, ())
         # The baseline's own value always stays, unless the user narrowed the knob to others.
@@ -151,6 +190,8 @@ def make_space(
         chosen[name] = tuple(dict.fromkeys((*first, *options))) or (baseline[name],)
     batches = chosen["per_device_train_batch_size"]
     chosen["gradient_accumulation_steps"] = tuple(effective // b for b in batches)
+    if "loss" in baseline.values:
+        chosen["loss"] = ("own", "scaled") if len(batches) > 1 else ("own",)
     return Space(chosen, baseline, effective)
 
 
@@ -172,11 +213,11 @@ def parse_knob(text: str) -> tuple[str, tuple[KnobValue, ...]]:
     """`name=v1,v2` -> the knob and its values. Raises UsageError."""
     name, _, listed = text.partition("=")
     name = name.strip()
-    if name not in KNOBS or name == "gradient_accumulation_steps":
-        known = [k for k in KNOBS if k != "gradient_accumulation_steps"]
+    if name not in KNOBS or name in _DERIVED:
+        known = [k for k in KNOBS if k not in _DERIVED]
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"knobs are {', '.join(known)}"
-        if name == "gradient_accumulation_steps":
+        if name in _DERIVED:
             hint = "it follows from per_device_train_batch_size and the effective batch"
         raise UsageError(f"--knob {text!r}: no knob {name!r}; {hint}")
     values = tuple(_parse_value(v.strip()) for v in listed.split(",") if v.strip())

@@ -196,6 +196,7 @@ class Request:
     arguments: dict[str, Any] = field(default_factory=dict)  # TrainingArguments fields to set
     model_kwargs: dict[str, Any] = field(default_factory=dict)  # attn_implementation
     logits: str | None = None  # reduction to apply before metrics; None leaves what the workload has
+    switches: dict[str, bool] = field(default_factory=dict)  # attributes to set on the Trainer before it trains
     files: str | None = None  # a folder with emitted files, read instead of `arguments` (the confirmation)
     budget_bytes: int | None = None  # None: not capped
     timed_eval_rows: int = 0  # rows of one timed evaluation, the same for every candidate; 0: evaluation is not timed
@@ -223,6 +224,8 @@ class AccumulationCheck:
     difference: float | None = None  # norm of the difference of the gradients over their norm; None: not compared
     losses: tuple[float, ...] = ()  # as the Trainer would log them: of the whole batch, of the parts
     remedy: str = ""  # what to change in the script, for the installed version; empty where they are the same
+    switch: str = ""  # attribute of the Trainer that was seen to make them the same; empty: none was
+    switch_value: bool = False
     failure: str = ""  # why nothing could be compared
 
     @property
@@ -231,7 +234,9 @@ class AccumulationCheck:
         return self.difference is not None and self.difference <= ACCUMULATION_TOLERANCE
 
 
-ACCUMULATION_TOLERANCE = 0.02  # rounding in bf16 stays below; a loss that is averaged per micro-batch is off by the factor
+ACCUMULATION_TOLERANCE = (
+    0.02  # rounding in bf16 stays below; a loss that is averaged per micro-batch is off by the factor
+)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from report_cases import BASELINE, BUDGET, FUSED, IN_CODE, LARGE, MB, SMALL, cho
 
 from autofit.records import Candidate, Failure, Outcome
 from autofit.report.labels import about_text, change_text, count_text, gain_text, in_unit, knob_texts, plain, rate_text
-from autofit.report.sentences import answer, busy_text, difference, next_command, own_arguments_file
+from autofit.report.sentences import answer, busy_text, difference, next_command
 from autofit.report.summary import is_projected, summarize
 
 OOM = Failure("evaluate", 3, "OutOfMemoryError", "no more memory")
@@ -299,26 +299,6 @@ def test_a_busy_machine_is_told_where_more_than_a_third_was_disturbed():
     assert busy_text([*calm, disturbed[0]]) is None
     told = "the machine was busy: 2 of 4 probes were disturbed; run it again when it is quiet"
     assert busy_text([*calm, *disturbed]) == told
-
-
-@pytest.mark.parametrize(
-    ("command", "found"),
-    [
-        (["train.py", "args.json"], "args.json"),
-        (["-m", "pkg.train", "my.yaml"], "my.yaml"),
-        (["train.py", "--train_file", "rows.json"], None),
-        (["train.py"], None),
-        ([], None),
-    ],
-)
-def test_the_file_of_arguments_is_found_and_said_to_be_merged_into(command, found):
-    assert own_arguments_file(command) == found
-    last = next_command("best", None, found)[-1]
-    assert "holds TrainingArguments fields only" in last
-    expected = (
-        f"merge these fields into {found}: it also holds keys of your own" if found else "if yours has other keys"
-    )
-    assert last.endswith(expected)
 
 
 # The answer

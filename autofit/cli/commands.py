@@ -15,12 +15,16 @@ import click
 
 from autofit import __version__
 from autofit.cli.options import (
+    APPLY_EPILOG,
+    APPLY_EXAMPLE,
+    APPLY_OPTIONS,
     EPILOG,
     OPTIONS,
     PREDICT_EPILOG,
     PREDICT_EXAMPLE,
     PREDICT_OPTIONS,
     SCRIPT_EXAMPLE,
+    ApplyCommand,
     PredictCommand,
     WorkloadCommand,
 )
@@ -28,6 +32,7 @@ from autofit.errors import AutofitError, Interrupted, UsageError, WorkloadError
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 PIPE_CLOSED = 141  # as a shell reports a program that SIGPIPE ended
+_AFTER_STOP = {"predict": "nothing was predicted", "apply": "nothing was started"}
 
 
 class OutputClosedError(Exception):
@@ -58,6 +63,14 @@ def predict_command(**given: Any) -> Callable[[], None]:
     return lambda: run_predict(**given)
 
 
+@autofit.command("apply", cls=ApplyCommand, params=APPLY_OPTIONS, epilog=APPLY_EPILOG)
+def apply_command(**given: Any) -> Callable[[], None]:
+    """Train for real, with the settings that a search found: your script (after --; default: the command that was
+    searched) runs unchanged and in full, the tuned TrainingArguments laid over. RUN is the run directory of the search.
+    """
+    return lambda: run_apply(**given)
+
+
 def run(argv: Sequence[str]) -> int:
     """The exit code of `autofit ARGV`. Raises what is a bug of autofit."""
     before = {number: signal.signal(number, _interrupt) for number in INTERRUPTS}
@@ -72,7 +85,7 @@ def run(argv: Sequence[str]) -> int:
     except AutofitError as error:
         return _explain(error)
     except (KeyboardInterrupt, click.Abort):
-        after = "nothing was predicted" if list(argv[:1]) == ["predict"] else "the same command resumes"
+        after = _AFTER_STOP.get(argv[0] if argv else "", "the same command resumes")
         return _explain(Interrupted(f"stopped; {after}"))
     except OutputClosedError:
         return _abandon_output()
@@ -141,6 +154,17 @@ def run_predict(*, as_json: bool, quiet: bool, plot: str | None, **options: Any)
     if plot is not None:
         terminal.print_line(console, "")
         terminal.print_folded(console, f"memory over the steps is drawn in {_printable(plot)[0]}")
+
+
+def run_apply(*, run: str | None, with_code: bool, command: tuple[str, ...] | None) -> None:
+    """Become the training; returns only by an exception."""
+    from pathlib import Path
+
+    from autofit.cli.training import become_training
+
+    if not run:
+        raise UsageError(f"no run directory is named; give that of a search: {APPLY_EXAMPLE}")
+    become_training(Path(run), with_code, command)
 
 
 def _check_workload(options: dict[str, Any], what: str, model_example: str, script_example: str) -> None:

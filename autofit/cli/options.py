@@ -40,6 +40,17 @@ Examples:
 Nothing is measured and no GPU is used: the real Trainer runs on tensors that own no memory. autofit search measures.
 """
 
+APPLY_EXAMPLE = "autofit apply autofit-runs/train-1a2b3c4d -- python train.py"
+APPLY_EPILOG = """\b
+Examples:
+  autofit apply autofit-runs/train-1a2b3c4d -- python train.py --output_dir out --learning_rate 2e-5
+  autofit apply --with-code autofit-runs/train-1a2b3c4d -- accelerate launch train.py config.json
+  autofit apply autofit-runs/train-1a2b3c4d
+
+\b
+The process becomes your training: its output, exit code and Ctrl-C are your script's own.
+"""
+
 GROUPS = {
     "what": "What is trained",
     "model": "With --model only",
@@ -99,6 +110,36 @@ class WorkloadCommand(click.Command):
 
 class PredictCommand(WorkloadCommand):
     example = PREDICT_EXAMPLE
+
+
+class ApplyCommand(click.Command):
+    """One run directory, and everything after `--`, which is the user's command and is never parsed."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own, command = list(args), None
+        if "--" in own:
+            at = own.index("--")
+            own, command = own[:at], tuple(own[at + 1 :])
+            if not command:
+                raise UsageError(
+                    f"nothing stands after --; give your own command there, or leave -- out: {APPLY_EXAMPLE}"
+                )
+        try:
+            _, loose, _ = self.make_parser(ctx).parse_args(list(own))
+        except click.NoSuchOption as error:
+            raise UsageError(
+                f"{error.option_name} is no option of autofit apply; your own command comes after --: {APPLY_EXAMPLE}"
+            ) from error
+        if loose:
+            raise UsageError(
+                f"{loose[0]!r} comes after the run directory; put -- before your own command: {APPLY_EXAMPLE}"
+            )
+        rest = super().parse_args(ctx, own)
+        ctx.params["command"] = command
+        return rest
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return ["[OPTIONS]", "RUN", "[-- COMMAND ...]"]
 
 
 def parse_lora(ctx: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
@@ -204,5 +245,11 @@ PREDICT_OPTIONS: list[click.Parameter] = [
     _option("--plot", group="output", metavar="FILE.html", help="Draw memory over the steps, by category, into this file. "
             "Default: no picture."),
     *_shared("--json", "--quiet"),
+]
+
+APPLY_OPTIONS: list[click.Parameter] = [
+    click.Argument(["run"], required=False),
+    click.Option(["--with-code"], is_flag=True, help="Apply best-with-code: what its snippet says (attention, logits) is "
+                 "done without a line in your script. Default: best, which TrainingArguments alone can say."),
 ]
 # fmt: on

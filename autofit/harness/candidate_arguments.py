@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from autofit.harness.arguments_source import SourceLog
 from autofit.harness.given_arguments import GivenArguments, json_value, plain_arguments
 from autofit.harness.rules import InvalidProbe
-from autofit.records import Request
+from autofit.records import ArgumentsSource, Request
 from autofit.trainer_args import check_single_process, installed_name, probe_overrides, quiet_overrides
 
 OUTPUT_FOLDER = "output"  # in the probe's folder, in place of the user's output_dir; gone when the probe has ended
@@ -23,10 +24,11 @@ class CandidateArguments:
 
     def __init__(self, request: Request, fail: Callable[[BaseException], Any]) -> None:
         self._fail = fail
+        self.sources = SourceLog(request.task.script.command if request.task.script else ())
         self.given = GivenArguments(self._lay_early)
         self.user_arguments: dict[str, Any] = {}  # of the object that went to a Trainer last, as JSON values
         self.user_resolved: dict[str, Any] = {}
-        self.user_assigned: tuple[str, ...] = ()
+        self.user_source: ArgumentsSource | None = None
         self.adopt(request)
 
     def adopt(self, request: Request) -> None:
@@ -44,6 +46,7 @@ class CandidateArguments:
 
     def _lay_early(self, arguments: Any) -> None:
         try:
+            self.sources.constructed(arguments, self.given.keywords(arguments))
             names = {f.name for f in dataclasses.fields(arguments) if f.init}
             chosen = {name: value for name, value in self.fields.items() if name in names}
             overrides = {**chosen, **quiet_overrides(self.output, names), **self._of_device(names)}
@@ -73,7 +76,7 @@ class CandidateArguments:
     def _note_user(self, arguments: Any) -> None:
         self.user_arguments = plain_arguments(arguments, self.given.keywords(arguments))
         self.user_resolved = {name: json_value(value) for name, value in self.given.resolved(arguments).items()}
-        self.user_assigned = self.given.assigned(arguments)
+        self.user_source = self.sources.source_of(arguments, self.given.assigned(arguments))
 
     def _of_device(self, names: Any) -> dict[str, Any]:
         overrides: dict[str, Any] = {}

@@ -19,6 +19,8 @@ from autofit.harness import rows
 from autofit.harness.device_meter import DeviceMeter, Peaks, watch_training
 from autofit.harness.evaluation import AccumulationLog, project
 from autofit.harness.recorder import Recorder
+from autofit.harness.row_sample import buffered, has_rows, largest_set
+from autofit.harness.row_sizes import Reader
 from autofit.harness.rules import InvalidProbe
 from autofit.machine import run_delay_seconds
 from autofit.records import EvaluationGrowth, PhaseRecord, Schedule, Speed
@@ -35,6 +37,7 @@ MAX_SKIPPED = (
 )
 PLANNED_STEPS = 4000  # bound of a probe; a timed window ends far earlier
 EVAL_STEPS = 4
+BUFFERED_ROWS = 500  # of an iterable set
 MIN_WINDOW_SECONDS = 1.0  # ten steps of a few milliseconds are no measurement
 
 
@@ -78,7 +81,9 @@ class Phases(TrainerCallback):
         trainer = self._trainer
         self._accumulated.install(transformers.trainer)
         self._prepare_training_rows()
-        self._eval_name, self._eval_set = pick_evaluation_set(trainer, self.notes)
+        self._eval_name, self._eval_set = pick_evaluation_set(
+            trainer, self.notes, getattr(self._schedule, "sampled_eval_rows", None)
+        )
         self._own_eval_loader = has_own_eval_loader(trainer)
         trainer.add_callback(self)
         self._wrap("training_step", self._training_step)
@@ -100,17 +105,14 @@ class Phases(TrainerCallback):
 
     def _prepare_training_rows(self) -> None:
         trainer = self._trainer
-        effective = _effective_batch(trainer)
-        dataset = trainer.train_dataset = pick_training_set(trainer, self.notes)
+        sample = getattr(self._schedule, "sampled_rows", None)
+        dataset = trainer.train_dataset = pick_training_set(trainer, self.notes, sample)
+        if dataset is None or has_own_train_loader(trainer):
+            return
         plan = self._plan_rows(dataset)
         self.longest_row, self._uniform = plan.longest_row, plan.uniform
-        if plan.sampled < plan.total:
-            self.notes.append(f"rows: the longest of {plan.sampled} sampled from {plan.total}")
-        self._sampler = rows.BlockSampler(plan, effective, PLANNED_STEPS)
-        if _overrides(trainer, "get_train_dataloader"):
-            self._sampler = None
-        else:
-            trainer._get_train_sampler = lambda *_: self._sampler
+        self._sampler = rows.BlockSampler(plan, _effective_batch(trainer), PLANNED_STEPS, trainer.args.train_batch_size)
+        trainer._get_train_sampler = lambda *_: self._sampler
 
     # ---- listening ----
 
@@ -316,7 +318,7 @@ class Phases(TrainerCallback):
         count = self._rows_evaluated(batch, plan.total)
         base = self._meter.held_bytes()
         began = self._open("evaluate")
-        yield from self._evaluation(rows.subset(dataset, plan.longest(count)))
+        yield from self._evaluation(rows.subset(dataset, plan.longest(count, batch)))
         record = self._close("evaluate", began)
         if self._first_prediction_peak is None:
             self.notes.append(
@@ -341,7 +343,7 @@ class Phases(TrainerCallback):
         return min(EVAL_STEPS * batch, total)
 
     def _plan_rows(self, dataset: Any) -> rows.RowPlan:
-        return rows.RowPlan(dataset, self._schedule.seed)
+        return rows.RowPlan(dataset, self._schedule.seed)  # read when it was picked
 
     def _timed_evaluation(self) -> Iterator[str]:
         plan = self._plan_rows(self._eval_set)
@@ -410,44 +412,66 @@ class Phases(TrainerCallback):
                 )
 
 
-def pick_training_set(trainer: Any, notes: list[str]) -> Any:
-    """The training set, its rows to be asked for by index: of an iterable one the first rows. What was cut, and whether
-    the script has a loader of its own, is said in `notes`."""
+def pick_training_set(trainer: Any, notes: list[str], sample: int | None = None) -> Any:
+    """The training set, its rows to be asked for by index and read as far as a plan of them needs: of an iterable one
+    the first rows.
+
+    `sample`: so many rows are read, as the first process has chosen; None: as many as the bounds allow. What was cut,
+    which sizes were found, and whether the script has a loader of its own, is said in `notes`. A set that the script's
+    own loader runs over is left as it is.
+    """
     dataset = trainer.train_dataset
-    if not rows.has_rows(dataset):
-        dataset = rows.buffered(dataset, max(rows.SAMPLE_ROWS // 4, 4 * _effective_batch(trainer)))
-        notes.append(f"rows: the first {len(dataset)} of an iterable data set")
-    if _overrides(trainer, "get_train_dataloader"):
+    if has_own_train_loader(trainer):
         notes.append("rows: the script makes its own training loader, whose order is kept")
-    return dataset
+        return dataset
+    if dataset is None:  # the training says so in Trainer's words
+        return None
+    if not has_rows(dataset):
+        dataset = buffered(dataset, max(BUFFERED_ROWS, 4 * _effective_batch(trainer)), sample)
+        notes.append(f"rows: the first {len(dataset)} of an iterable data set")
+    if not len(dataset):
+        return dataset
+    plan = rows.RowPlan(dataset, sample=sample, reader=Reader.of(trainer))
+    if plan.told():
+        notes.append(f"rows: {plan.told()}")
+    return plan.dataset
 
 
-def pick_evaluation_set(trainer: Any, notes: list[str]) -> tuple[str | None, Any]:
+def pick_evaluation_set(trainer: Any, notes: list[str], sample: int | None = None) -> tuple[str | None, Any]:
     """The evaluation set, its rows to be asked for by index; of several the one with the most rows, and its name.
 
-    None where there is none, or no rows in it. What was chosen or cut, and whether the script has a loader of its own,
-    is said in `notes`.
+    None where there is none, or no rows in it. `sample` as for `pick_training_set`. What was chosen or cut, which sizes
+    were found, and whether the script has a loader of its own, is said in `notes`. A set that the script's own loader
+    runs over is left as it is.
     """
-    name, dataset = None, trainer.eval_dataset
-    if isinstance(dataset, dict):
-        if not dataset:
-            return None, None
-        sized = {name: len(d) if hasattr(d, "__len__") else 0 for name, d in dataset.items()}
-        name = max(sized, key=sized.__getitem__)
-        notes.append(f"evaluation: {name}, the largest of {len(dataset)} sets")
-        dataset = dataset[name]
-    if dataset is not None and not rows.has_rows(dataset):
-        dataset = rows.buffered(dataset, max(rows.SAMPLE_ROWS // 4, EVAL_STEPS * trainer.args.eval_batch_size))
-        notes.append(
-            f"evaluation: the first {len(dataset)} rows of an iterable data set; the projection covers only these"
-        )
-    if dataset is None or not len(dataset):
+    name, dataset = largest_set(trainer.eval_dataset)
+    if name is not None:
+        notes.append(f"evaluation: {name}, the largest of {len(trainer.eval_dataset)} sets")
+    if dataset is None:
         return name, None
     if has_own_eval_loader(trainer):
+        if has_rows(dataset) and not len(dataset):
+            return name, None
         notes.append(
             "evaluation: the script makes its own loader, which runs over everything; it is measured, not tuned"
         )
-    return name, dataset
+        return name, dataset
+    if not has_rows(dataset):
+        dataset = buffered(dataset, max(BUFFERED_ROWS, EVAL_STEPS * trainer.args.eval_batch_size), sample)
+        notes.append(
+            f"evaluation: the first {len(dataset)} rows of an iterable data set; the projection covers only these"
+        )
+    if not len(dataset):
+        return name, None
+    plan = rows.RowPlan(dataset, sample=sample, reader=Reader.of(trainer))
+    if plan.told():
+        notes.append(f"evaluation: {plan.told()}")
+    return name, plan.dataset
+
+
+def has_own_train_loader(trainer: Any) -> bool:
+    """Whether the script decides by itself which rows are trained on and in which batches."""
+    return _overrides(trainer, "get_train_dataloader")
 
 
 def has_own_eval_loader(trainer: Any) -> bool:

@@ -66,6 +66,7 @@ class Harness:
         when_imported("torch", self._see_environment)
         when_imported("torch.optim.optimizer", self._watch_optimizers)
         when_imported("transformers.training_args", self._take_arguments)
+        self._arguments.sources.install()
         when_imported("transformers.trainer", self._take_trainer)
 
     def _see_environment(self, _: Any) -> None:
@@ -185,9 +186,11 @@ class Harness:
         self._in_training = True
         try:
             if self._request.schedule.describe_only:
-                self._finish(Reply(Outcome.FITS, description=self._describe(trainer)))
+                self._finish(Reply(Outcome.FITS, description=self._describe(trainer, train)))
             delay_before = run_delay_seconds()
             self._check_applied(trainer)
+            for name, value in self._switches().items():
+                setattr(trainer, name, value)
             self._apply_to_model(trainer)
             self._apply_logits(trainer)
             self.recorder.at("load")
@@ -251,13 +254,19 @@ class Harness:
         path = Path(self._request.files) / "model_kwargs.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
+    def _snippet(self) -> dict[str, Any]:
+        """What the emitted code defines; nothing where there is none."""
+        snippet = Path(self._request.files or "") / "snippet.py"
+        return runpy.run_path(str(snippet)) if self._request.files is not None and snippet.exists() else {}
+
+    def _switches(self) -> dict[str, bool]:
+        return self._request.switches if self._request.files is None else self._snippet().get("TRAINER_ATTRIBUTES", {})
+
     def _apply_logits(self, trainer: Any) -> None:
         """Set the logits reduction, once it has shown the same metrics on the workload's own metrics function."""
         reduction = None
         if self._request.files is not None:
-            snippet = Path(self._request.files) / "snippet.py"
-            if snippet.exists():
-                reduction = runpy.run_path(str(snippet)).get("preprocess_logits_for_metrics")
+            reduction = self._snippet().get("preprocess_logits_for_metrics")
         elif self._request.logits not in (None, "full"):
             reduction = REDUCTIONS[self._request.logits]
         if reduction is not None:
@@ -267,20 +276,33 @@ class Harness:
                 check_same_metrics(trainer, reduction)
             trainer.preprocess_logits_for_metrics = reduction
 
-    def _describe(self, trainer: Any) -> Any:
+    def _describe(self, trainer: Any, train: Callable[[], Any]) -> Any:
         mixed = trainer.accelerator.mixed_precision  # a launcher may say it in the environment
         if mixed in ("bf16", "fp16"):
             self._arguments.user_resolved[mixed] = True
         name = installed_name("activation_checkpointing", self._arguments.user_resolved)
         if name is not None and checkpoints_activations(trainer.model):
             self._arguments.user_resolved[name] = True
-        return describe(
+        described = describe(
             trainer,
             self._arguments.user_arguments,
             self._arguments.user_resolved,
             self._request,
-            not self._environment_changed,
+            not self._environment_changed and not self._own_environment(),
         )
+        if self._request.task.script is not None:
+            described = dataclasses.replace(described, source=self._arguments.user_source)
+        if not self._request.schedule.check_accumulation or trainer.train_dataset is None:
+            return described
+        from autofit.harness.accumulation_check import check_accumulation
+
+        self.recorder.at("accumulation")
+        return dataclasses.replace(described, accumulation=check_accumulation(trainer, train))
+
+    def _own_environment(self) -> bool:
+        """Whether a launcher says something in the environment, which a process must have from its start."""
+        task = self._request.task.script
+        return task is not None and bool(task.environment)
 
     # ---- the reply ----
 

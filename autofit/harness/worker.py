@@ -36,6 +36,8 @@ def run(folder: str, descriptors: dict[str, int] | None = None) -> NoReturn:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the parent asks where a child hangs before it kills it
     request, recorder, meter = _begin(folder)
+    if request.task.script is not None:
+        os.chdir(request.task.script.directory)
     template = Template(descriptors, os.getppid()) if descriptors else None
     harness = Harness(request, meter, recorder, template, _begin)
     harness.install()

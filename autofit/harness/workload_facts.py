@@ -39,11 +39,15 @@ def describe(
         dtypes[name] = dtypes.get(name, 0) + parameter.numel()
     # What the probes will take, from the same functions; they need torch, which this module is imported without.
     from autofit.harness.phases import has_own_eval_loader, pick_evaluation_set, pick_training_set
+    from autofit.harness.row_sample import has_rows
+    from autofit.harness.row_sizes import Reader
 
     notes: list[str] = []
-    training = None if trainer.train_dataset is None else pick_training_set(trainer, notes)
+    training = pick_training_set(trainer, notes)
     _, evaluation = pick_evaluation_set(trainer, notes)
-    plan = rows.RowPlan(training) if training is not None and len(training) else None
+    plan = None
+    if has_rows(training) and len(training):
+        plan = rows.RowPlan(training, reader=Reader.of(trainer))
     has_metrics = trainer.compute_metrics is not None
     own_reduction = trainer.preprocess_logits_for_metrics is not None
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
@@ -65,10 +69,10 @@ def describe(
         has_metrics=has_metrics,
         has_logits_reduction=own_reduction,
         reductions=("full", *REDUCTIONS) if has_metrics and not own_reduction else (),
-        train_rows=len(training) if training is not None and training is trainer.train_dataset else None,
+        train_rows=len(training) if has_rows(trainer.train_dataset) else None,
         eval_rows=None if evaluation is None or has_own_eval_loader(trainer) else len(evaluation),
         longest_row=plan.longest_row if plan else None,
-        longest_rows=None if plan is None or plan.uniform else plan.longest_rows,
+        longest_rows=None if plan is None or plan.longest_rows == plan.sampled else plan.longest_rows,
         device_facts=_device_facts(request.device),
         modules=tuple(
             sorted(m for m in sys.modules if m.split(".")[0] in LIBRARIES and not m.startswith("torch.classes"))

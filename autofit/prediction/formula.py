@@ -103,13 +103,14 @@ class Formula:
 
 
 def structure(candidate: Candidate) -> str:
-    """Equal for candidates that differ in the train batch (and what only evaluation sees) alone."""
+    """Equal for candidates that differ in the train batch (and what follows from it or only evaluation sees) alone."""
     ignored = (
         "per_device_train_batch_size",
         "gradient_accumulation_steps",
         "per_device_eval_batch_size",
         "eval_accumulation_steps",
         "logits",
+        "loss",
     )
     return repr(sorted((k, v) for k, v in candidate.values.items() if k not in ignored))
 

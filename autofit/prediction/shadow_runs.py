@@ -191,7 +191,7 @@ class ShadowRuns:
     def _key(self, candidate: Candidate) -> str:
         """Equal for candidates that are one program but for their batch sizes."""
         values = {**candidate.values}
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "loss"):
             values.pop(name, None)
         values["eval_accumulation_steps"] = _flush_steps(candidate)
         if values.get("precision") == "tf32":

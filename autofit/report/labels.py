@@ -19,6 +19,7 @@ COLUMNS = {
     "per_device_eval_batch_size": "eval batch",
     "eval_accumulation_steps": "eval acc",
     "logits": "logits",
+    "loss": "loss",
 }
 
 # Phase of a failure -> how a sentence says it.

@@ -58,10 +58,10 @@ def difference(baseline: Candidate, chosen: Candidate, fields: Iterable[str] = (
     return lines
 
 
-def next_command(best: str | None, with_code: str | None, own_file: str | None = None) -> list[str]:
+def next_command(best: str | None, with_code: str | None) -> list[str]:
     """How to use the emitted files. Both are folders as they are to be printed, None where nothing was emitted.
 
-    `own_file` is the file of arguments that the user's command reads. Lines of code begin with four spaces.
+    Lines of code begin with four spaces.
     """
     lines = []
     for folder in (best, with_code):
@@ -73,25 +73,12 @@ def next_command(best: str | None, with_code: str | None, own_file: str | None =
             lines.append(f"    args, = HfArgumentParser(TrainingArguments).parse_json_file({path!r})")
             lines.append("  or")
             lines.append(f"    args = TrainingArguments(**json.load(open({path!r})))")
-    if lines and own_file is not None:
-        lines.append(
-            f"{ARGUMENTS_FILE} holds TrainingArguments fields only; "
-            f"merge these fields into {plain(own_file)}: it also holds keys of your own"
-        )
-    elif lines:
+    if lines:
         lines.append(
             f"{ARGUMENTS_FILE} holds TrainingArguments fields only; "
             "merge them into your own file if yours has other keys"
         )
     return lines
-
-
-def own_arguments_file(command: Sequence[str]) -> str | None:
-    """The file of arguments in a user's command, as `HfArgumentParser` reads one; a file behind an option is none."""
-    for before, word in zip(command, command[1:], strict=False):
-        if word.lower().endswith((".json", ".yaml", ".yml")) and not before.startswith("-"):
-            return word
-    return None
 
 
 def busy_text(measurements: Sequence[Measurement]) -> str | None:

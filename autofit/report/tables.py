@@ -1,15 +1,15 @@
 """The final table and the plan, drawn on a console of any width. What is drawn is computed in `summary` and `sentences`."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from autofit.records import Candidate
+from autofit.emission import own_settings_of
+from autofit.records import Candidate, ScriptTask
 from autofit.report.grid import Column, fold_parts, lay_out
 from autofit.report.labels import UNKNOWN, about_text, change_text, gain_text, knob_texts, plain, rate_text, spread_text
-from autofit.report.sentences import answer, busy_text, difference, next_command, own_arguments_file
+from autofit.report.sentences import answer, busy_text, difference, next_command
 from autofit.report.summary import Row, Summary, summarize
 from autofit.report.terminal import print_folded, print_line
 from autofit.units import format_bytes, format_seconds
@@ -39,8 +39,9 @@ def draw_result(result: Any, console: Console) -> None:
     named = ((selection.best, "best"), (selection.best_with_code, "best-with-code"))
     files = [None if c is None else shown_path(c.folder or result.folder / name) for c, name in named]
     print_line(console, "")
-    print_line(console, "next, in your script:")
-    for line in next_command(*files, own_arguments_file(_command(result.folder))):
+    script = None if result.task is None else result.task.script
+    print_line(console, "next, in your script:" if script is None else "next:")
+    for line in next_command(*files) if script is None else _steps(result, script):
         if line.startswith("    "):  # code, to be copied
             print_line(console, f"  {line}")
         else:
@@ -54,13 +55,16 @@ def draw_result(result: Any, console: Console) -> None:
         print_folded(console, busy, "bold")
 
 
-def _command(folder: Path) -> list[str]:
-    """The user's own command from `run.json`; empty for a model, and where the file cannot be read."""
-    try:
-        run = json.loads((Path(folder) / "run.json").read_text(encoding="utf-8"))
-        return [str(word) for word in run["task"]["script"]["command"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+def _steps(result: Any, script: ScriptTask) -> list[str]:
+    """How to use what a search over a script has emitted, in the script's own terms."""
+    steps = []
+    for choice, name in ((result.selection.best, "best"), (result.selection.best_with_code, "best-with-code")):
+        if choice is not None:
+            folder = Path(choice.folder or result.folder / name)
+            baseline, device = result.selection.baseline, result.machine.device
+            own = own_settings_of(folder, choice.candidate, baseline, result.description, device, script)
+            steps += (["with code:"] if name != "best" else []) + list(own.steps)
+    return steps
 
 
 def draw_table(summary: Summary, unit: str, console: Console) -> None:

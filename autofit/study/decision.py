@@ -9,9 +9,10 @@ from pathlib import Path
 from autofit.emission import write_files
 from autofit.errors import RunDirectoryError, WorkloadError
 from autofit.knobs import KNOBS, needs_code
-from autofit.records import Candidate, Choice, Description, Machine, Measurement, Outcome
+from autofit.records import Candidate, Choice, Description, Machine, Measurement, Outcome, Task
 from autofit.selection import Scored, beats, score, usable
-from autofit.study.driver import Search, choice_of
+from autofit.study.confirmation import choice_of
+from autofit.study.driver import Search
 
 BEST, WITH_CODE = "best", "best-with-code"
 MOST_FALLBACKS = 3  # winners that may fail their confirmation before the search gives up
@@ -24,9 +25,15 @@ class Decision:
     """Runs the stages of `search` and writes the files of what it decides on into `folder`."""
 
     def __init__(
-        self, search: Search, folder: Path, description: Description, machine: Machine, min_gain: float
+        self,
+        search: Search,
+        folder: Path,
+        description: Description,
+        machine: Machine,
+        min_gain: float,
+        task: Task,
     ) -> None:
-        self._search, self._folder, self._min_gain = search, folder, min_gain
+        self._search, self._folder, self._min_gain, self._task = search, folder, min_gain, task
         self._description, self._machine = description, machine
         self._baseline = search.space.baseline
 
@@ -140,7 +147,7 @@ class Decision:
 
     def _emit(self, folder: Path, candidate: Candidate) -> None:
         try:
-            write_files(folder, candidate, self._baseline, self._description, self._machine.device)
+            write_files(folder, candidate, self._baseline, self._description, self._machine.device, task=self._task)
         except OSError as error:
             raise RunDirectoryError(
                 f"{folder} cannot be written ({error.strerror}); make room for it and run the same command again, it resumes"

@@ -6,7 +6,6 @@ does not show, so a search that was killed goes on where it stopped.
 
 import contextlib
 import dataclasses
-import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +13,13 @@ from pathlib import Path
 from autofit.emission import write_files
 from autofit.errors import RunDirectoryError, WorkloadError
 from autofit.harness.server import FIRST_IMPORTS, SHADOW_IMPORTS
-from autofit.knobs import KNOBS, Space, needs_code
+from autofit.knobs import KNOBS, Space, needs_code, switches_of
 from autofit.launch import Launcher
 from autofit.prediction import Predictor, ShadowRuns, make_target
 from autofit.prediction.predictor import SHADOW_SECONDS
 from autofit.records import (
     Budget,
     Candidate,
-    Choice,
     Description,
     Machine,
     Measurement,
@@ -35,13 +33,12 @@ from autofit.selection import (
     decided,
     fits_training,
     leaders,
-    rate_and_spread,
     score,
     usable,
-    window_rates,
     winner,
 )
 from autofit.store import PROVISIONAL, SHADOWS, RunDirectory
+from autofit.study.confirmation import Confirmed, Turn
 from autofit.study.judgement import SPEED_KNOWN, difference_of, judge, measurement_of
 from autofit.study.listener import Listener
 from autofit.study.mirror import Mirror
@@ -56,7 +53,6 @@ LIMIT_FACTOR, LEAST_LIMIT_SECONDS = 6.0, 120.0  # a candidate this much slower t
 CONFIRM_RUNS = 2  # turns of the baseline and the winner
 RUN_AGAIN = "run the same command again, it resumes"
 DISK_FULL = ("No space left on device", "Disk quota exceeded", "exit 74")  # 74: the child could not write its reply
-Turn = tuple[Measurement | None, Measurement]  # the baseline's run where it is compared, and the candidate's
 RACE_ROUNDS = 2
 CANARY = "canary"  # a fresh run of the user's settings that the snapshot is held against; no part of the search
 
@@ -67,14 +63,6 @@ class Limits:
     max_seconds: float | None
     min_gain: float
     seed: int
-
-
-@dataclass(frozen=True)
-class Confirmed:
-    """A candidate that ran from its emitted files in fresh processes, in turn with the baseline."""
-
-    candidate: Candidate
-    turns: tuple[Turn, ...]
 
 
 class Search:
@@ -403,6 +391,7 @@ class Search:
             arguments={} if files else arguments,
             model_kwargs={} if files else kwargs,
             logits=None if files else candidate.get("logits"),
+            switches=switches_of(candidate, self._description),
             files=str(files.resolve()) if files else None,
             budget_bytes=self._budget.device_bytes,
             timed_eval_rows=self._timed_eval_rows if evaluate else 0,
@@ -462,7 +451,9 @@ class Search:
         # A full disk is told of by the journal, which the search cannot do without.
         with contextlib.suppress(OSError):
             folder = self._directory.path / PROVISIONAL
-            write_files(folder, best.candidate, self.space.baseline, self._description, self._machine.device)
+            write_files(
+                folder, best.candidate, self.space.baseline, self._description, self._machine.device, task=self._task
+            )
 
     def _evaluation_fits(self, best: Measurement) -> bool:
         """Whether evaluation with its knobs was seen to fit, if only beside other training settings."""
@@ -483,28 +474,3 @@ class Search:
             self._said_limit = True
             self.say(why)
         return why is not None
-
-
-def choice_of(confirmed: Confirmed, folder: Path) -> Choice:
-    """The confirmed candidate with its speed and its gain, both from the undisturbed turns of the confirmation alone.
-
-    The gain is None where the baseline did not run beside it, or no turn of both was undisturbed.
-    """
-    runs = usable(run for _, run in confirmed.turns)
-    train, spread = rate_and_spread(window_rates(runs, "train"))
-    eval_rates = window_rates(runs, "evaluate")
-    clean = [(b, r) for b, r in confirmed.turns if b is not None and b.outcome is r.outcome is Outcome.FITS]
-    gain = None
-    if clean:
-        own = statistics.median(window_rates([b for b, _ in clean], "train"))
-        gain = statistics.median(window_rates([r for _, r in clean], "train")) / own
-    return Choice(
-        candidate=confirmed.candidate,
-        probe=confirmed.turns[-1][1].probe,
-        train_per_second=train,
-        train_spread=spread,
-        eval_per_second=statistics.median(eval_rates) if eval_rates else None,
-        peak_bytes=max(run.peak_bytes or 0 for _, run in confirmed.turns),
-        gain=gain,
-        folder=str(folder),
-    )

@@ -40,12 +40,14 @@ class TrainPlan:
     def __init__(self, space: Space, predictor: Predictor, description: Description, budget: Budget) -> None:
         self._space, self._predictor, self._description, self._budget = space, predictor, description, budget
         self._by_key: dict[str, Measurement] = {}
+        self._batches = space.batches
 
     def next(self, history: Iterable[Measurement], in_code: bool) -> Step | None:
         """The next candidate to probe, or None when none is left that could win. `in_code`: also knobs that only code
         can set."""
         history = list(history)
         self._learn(history)
+        self._batches = self._space.batches_for(in_code)
         baseline = self._space.baseline
         if baseline.key not in self._by_key:
             if any(
@@ -53,7 +55,7 @@ class TrainPlan:
             ):  # its evaluation failed; its training may still be the best
                 return Step(baseline, "train", "the user's own training settings, without evaluation")
             return Step(baseline, "baseline", "the user's own settings")
-        full = self._space.with_batch(self._space.start, self._space.batches[-1])
+        full = self._space.with_batch(self._space.start, self._batches[-1])
         # The formula may be far off, so it is tried against it; a shadow run is not.
         foreseen = self._predictor.prediction(full) is not None and self._ruled_out(full) is not None
         if full.key not in self._by_key and not foreseen:
@@ -139,7 +141,7 @@ class TrainPlan:
         """The batch frontier of the best structure, and the neighbours of its fastest batch."""
         best = self.best(in_code)
         rates, failed = self._curve(best)
-        untried = [b for b in self._space.batches if b not in rates and b not in failed]
+        untried = [b for b in self._batches if b not in rates and b not in failed]
         largest = max(rates)
         ceiling = min((b for b in failed if b > largest), default=None)
         fastest = max(rates, key=rates.__getitem__)
@@ -151,7 +153,7 @@ class TrainPlan:
                 yield self._step(self._space.with_batch(best, chosen), "a larger batch of the fastest structure")
         if structure(best) != structure(self._space.start):
             return
-        below = max((b for b in self._space.batches if b < fastest), default=None)
+        below = max((b for b in self._batches if b < fastest), default=None)
         if below in untried and self._open(self._space.with_batch(best, below)):
             yield self._step(self._space.with_batch(best, below), "the batch below the fastest one")
 
@@ -194,18 +196,18 @@ class TrainPlan:
         batch = int(best["per_device_train_batch_size"])
         found = []
         for name, flipped in self._space.flips(best, "train", in_code):
-            if name == "activation_checkpointing" and flipped[name] and batch == self._space.batches[-1]:
+            if name == "activation_checkpointing" and flipped[name] and batch == self._batches[-1]:
                 continue  # recomputing costs time and nothing larger is left to be gained
             rates, failed = self._curve(flipped)
             if rates:
                 if max(rates.values()) < WORTH_CLIMBING * self._rate(best) or not self._worth_more(best):
                     continue
-                larger = [b for b in self._space.batches if b > max(rates) and b not in failed]
+                larger = [b for b in self._batches if b > max(rates) and b not in failed]
                 chosen = self._largest_fitting(flipped, larger)
             else:
                 sizes = [
                     b
-                    for b in self._space.batches
+                    for b in self._batches
                     if b not in failed and (b >= batch if flipped.get("activation_checkpointing") else b == batch)
                 ]
                 chosen = self._largest_fitting(flipped, sizes) or (
@@ -221,7 +223,7 @@ class TrainPlan:
         """Half the batch of a structure that ran out of memory at the best batch, where it is expected to be faster."""
         if self._predictor.seconds_per_row(flipped) > 0.9 * self._predictor.seconds_per_row(self.best(True)):
             return None
-        return max((b for b in self._space.batches if b < min(failed) and b >= batch // 2), default=None)
+        return max((b for b in self._batches if b < min(failed) and b >= batch // 2), default=None)
 
     def _rate(self, candidate: Candidate) -> float:
         return self._by_key[candidate.key].train_speed.per_second

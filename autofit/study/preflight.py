@@ -5,15 +5,16 @@ Everything that cannot work is refused here, in one line with the way out, befor
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from autofit.catalog import parse_budget
 from autofit.errors import AutofitError, DeviceError, UsageError, WorkloadError
+from autofit.harness.accumulation_check import describe_check
 from autofit.harness.server import FIRST_IMPORTS, SHADOW_IMPORTS
-from autofit.knobs import Space, make_space, parse_knob
+from autofit.knobs import Space, make_space, parse_knob, trades_in_code
 from autofit.launch import Launcher
 from autofit.machine import available_device_bytes, available_host_bytes
 from autofit.probe_folder import log_tail
@@ -154,7 +155,7 @@ def describe(
     A script then stands at its Trainer for the probes to branch off, where that is safe. `snapshot`: whether to; None where
     there is no GPU only, since nobody has tried it on one. Raises UsageError or WorkloadError where it does not get there.
     """
-    schedule = Schedule(describe_only=True, check_accumulation=shadow is None)
+    schedule = Schedule(describe_only=True, check_accumulation=shadow is None and task.script is not None)
     request = Request("describe", str(folder), task, machine.device, schedule, shadow=shadow)
     if task.script is not None:
         description = _describe_script(
@@ -171,6 +172,10 @@ def describe(
             launcher.warm((*FIRST_IMPORTS, *description.modules))
     for note in description.notes:
         say(note)
+    check = description.accumulation
+    if check is not None and not check.holds:
+        own = description.resolved
+        say(describe_check(check, own["per_device_train_batch_size"], own["gradient_accumulation_steps"]))
     return description
 
 
@@ -236,7 +241,7 @@ def explain_failure(task: Task, reply: Reply, folder: Path) -> AutofitError:
     return WorkloadError(f"{who} failed before training started ({why})", excerpt)
 
 
-def baseline_of(description: Description) -> Candidate:
+def baseline_of(description: Description, allow: Collection[str] = ()) -> Candidate:
     """The user's own settings as a candidate; knobs that mean nothing for the workload are left out."""
     values = candidate_values(description.resolved)
     if description.attention is not None:
@@ -245,6 +250,8 @@ def baseline_of(description: Description) -> Candidate:
         del values["per_device_eval_batch_size"], values["eval_accumulation_steps"]
     elif description.has_metrics and not description.has_logits_reduction:
         values["logits"] = "full"
+    if trades_in_code(description, allow):
+        values["loss"] = "own"
     return Candidate(values)
 
 
@@ -261,7 +268,7 @@ def space_of(
         narrowed[name] = (*narrowed.get(name, ()), *values)
     # A script's own metrics function may receive something else only when the user has said so.
     allowed = frozenset(allow) | (frozenset({"code"}) if task.script is None else frozenset())
-    return make_space(description, machine, baseline_of(description), narrowed, allowed)
+    return make_space(description, machine, baseline_of(description, allowed), narrowed, allowed)
 
 
 def check_weights(description: Description, budget: Budget) -> None:

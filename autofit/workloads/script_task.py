@@ -6,77 +6,182 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from autofit.errors import UsageError
 from autofit.records import ScriptTask, Task, digest
+from autofit.workloads.launchers import MODULES, PROGRAMS, Launched, resolve_launcher
+from autofit.workloads.redaction import REDACTED, is_secret_name, redact_text
 
+_SCHEMES = (sysconfig.get_default_scheme(), sysconfig.get_preferred_scheme("user"))
 _WITH_VALUE = ("-X", "-W")
-_LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
+_EXAMPLE = "write -- python train.py …, or -- python -m package …"
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+# Programs that run another one, in an environment or under limits that autofit's own processes can have too.
+_WRAPPERS = (
+    *("conda", "hatch", "micromamba", "nice", "nohup", "numactl", "pdm", "pipenv", "pixi", "poetry", "rye", "sudo"),
+    *("stdbuf", "systemd-run", "taskset", "time", "timeout", "uv", "xvfb-run"),
+)
+_SHELLS = ("bash", "dash", "fish", "ksh", "make", "sh", "zsh")
+_SEVERAL = ("deepspeed", "mpiexec", "mpirun", "srun", "horovodrun", "ray")  # start several processes, in their own way
 
 
 def make_script_task(command: tuple[str, ...]) -> tuple[ScriptTask, list[str]]:
     """The task, and what the user should know of how it is run, one sentence each. Raises UsageError."""
     if not command:
         raise UsageError("nothing follows --; write autofit search --budget 24GB -- python train.py …")
-    program, *rest = command
     notes: list[str] = []
+    environment, rest = _split_assignments(list(command))
+    before = command[: len(command) - len(rest)]
+    program, *rest = rest
     name = os.path.basename(program)
-    if name in _LAUNCHERS:
-        raise UsageError(f"{name} is not supported here; give the script itself: -- python train.py …")
-    if name.startswith("python"):
+    _check_program(name, program)
+    options: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = ()
+    if name in PROGRAMS:
+        _check_installed_here(program, notes)
+        launcher = (program,)
+    elif name.startswith("python"):
         _check_interpreter(program, notes)
-    elif program.endswith(".py"):
-        rest = list(command)
+        given, rest = _split_options(rest)
+        options = tuple(given)
+        if (
+            rest[0] == "-m" and len(rest) > 1 and rest[1] in MODULES
+        ):  # these options are the launcher's, not the script's
+            launcher, options, rest = (program, *given, *rest[:2]), (), rest[2:]
     else:
-        raise UsageError(f"{program!r} is no Python command; write -- python train.py …, or -- python -m package …")
-    options, rest = _split_options(rest)
-    if rest[0] == "-m":
-        target, where = ["-m", *rest[1:]], None
-        if len(rest) < 2:
+        rest = [program, *rest]
+    if launcher:
+        launched, words = _launch(launcher, rest, environment)
+        target, options, environment = list(launched.command), launched.options, {**environment, **launched.environment}
+        launcher = (*before, *words)
+    else:
+        target = rest
+        launcher = (*before, program, *options) if before else ()
+    return ScriptTask(tuple(target), os.getcwd(), options, source_digest(target), launcher, environment), notes
+
+
+def command_line(script: ScriptTask) -> str:
+    """The whole command as the user wrote it, but for an interpreter that is autofit's own."""
+    return " ".join((*script.launcher, *script.command))
+
+
+def _split_assignments(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Variables that are set before the program, as `env` and a shell take them, and what follows."""
+    has_env = os.path.basename(words[0]) == "env"
+    at = 1 if has_env else 0
+    environment = {}
+    while at < len(words) and _ASSIGNMENT.match(words[at]):
+        name, _, environment[name] = words[at].partition("=")
+        at += 1
+    if at == len(words):
+        raise UsageError(f"the command names no program; {_EXAMPLE}")
+    if has_env and words[at].startswith("-"):
+        raise UsageError(
+            f"env {words[at]} is not supported; give variables alone (env NAME=value python train.py …), "
+            "or run autofit itself under env"
+        )
+    return environment, words[at:]
+
+
+def _check_program(name: str, program: str) -> None:
+    """Refuse what is no Python command, with what to write instead. Raises UsageError."""
+    if name in PROGRAMS or name.startswith("python") or program.endswith(".py"):
+        return
+    if name in _SEVERAL:
+        raise UsageError(f"{name} is not supported here; give the script itself: -- python train.py …")
+    if name in _WRAPPERS:
+        raise UsageError(
+            f"{name} is not run for every probe; run autofit itself under it ({name} … autofit …), "
+            "and give the script itself: -- python train.py …"
+        )
+    if name in _SHELLS:
+        raise UsageError(f"{name} is no Python command; give the command that it comes to: -- python train.py …")
+    raise UsageError(f"{program!r} is no Python command; {_EXAMPLE}")
+
+
+def _launch(
+    words: tuple[str, ...], rest: list[str], environment: Mapping[str, str]
+) -> tuple[Launched, tuple[str, ...]]:
+    """What a launcher starts, and all words before the script. `words` are those that name the launcher itself."""
+    name = os.path.basename(words[-1])
+    if name in ("accelerate", "accelerate.commands.accelerate_cli"):
+        if not rest or rest[0] != "launch":
+            raise UsageError(f"{name} {' '.join(rest[:1])} starts no training; write -- accelerate launch train.py …")
+        words, rest = (*words, "launch"), rest[1:]
+    launched = resolve_launcher({**PROGRAMS, **MODULES}[name], rest, {**os.environ, **environment})
+    return launched, (*words, *launched.words)
+
+
+def source_digest(target: Sequence[str]) -> str:
+    """Of the source of the script or module that a command runs from this folder, nothing imported. Raises UsageError.
+
+    Of a module that is not found, it is that of the command.
+    """
+    if target[0] == "-m":
+        if len(target) < 2:
             raise UsageError("-m names no module; write -- python -m package …")
+        where = _find_module(target[1])
+        if where is None:
+            return digest(" ".join(target))
     else:
-        target, where = rest, Path(rest[0])
+        where = Path(target[0])
         if not where.is_file():
-            raise UsageError(f"there is no script {rest[0]!r} in {os.getcwd()}; check the path")
-    source = where.read_bytes().decode(errors="replace") if where else " ".join(target)
-    return ScriptTask(tuple(target), os.getcwd(), tuple(options), digest(source)), notes
+            raise UsageError(f"there is no script {target[0]!r} in {os.getcwd()}; check the path")
+    return digest(where.read_bytes().decode(errors="replace"))
 
 
-# Names of secrets: a word of its own, so that `--max_tokens` and `--tokenizer` are none.
-_SECRET = re.compile(
-    r"(?:^|[^a-z])(?:\w*secret\w*|\w*passw(?:or)?d|pwd|passphrase|(?:\w*[-_])?token|(?:\w*[-_.])?(?:api|access|private|auth)?[-_]?key"
-    r"|credentials?|auth)$",
-    re.IGNORECASE,
-)
-# What is a secret by itself: tokens of hubs and clouds, and a password in an address.
-_SECRET_VALUE = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_|AKIA)[A-Za-z0-9_-]{8,}|(?<=://)[^/@\s:]+:[^/@\s]+(?=@)")
-_SECRET_FIELD = re.compile(r'("[^"]*(?:token|secret|passw|api[-_]?key|credential)[^"]*"\s*:\s*)"[^"]*"', re.IGNORECASE)
-REDACTED = "[redacted]"
+def _find_module(name: str) -> Path | None:
+    """The file that `python -m name` runs: of a package its `__main__`."""
+    places: list[str] | None = [os.getcwd(), *sys.path]
+    spec = None
+    full = ""
+    for part in name.split("."):
+        full = f"{full}.{part}" if full else part
+        spec = PathFinder.find_spec(full, places)
+        if spec is None:
+            return None
+        places = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
+    if places is not None:
+        spec = PathFinder.find_spec(f"{full}.__main__", places)
+    found = None if spec is None or spec.origin is None else Path(spec.origin)
+    return found if found is not None and found.is_file() else None
 
 
 def redact(task: Task) -> Task:
     """The task as it may be written to disk: values of names that sound like secrets are left out, and what looks like one.
 
-    Names are flags (`--hub_token X`, `--hub-token=X`), settings (`wandb.api_key=X`) and fields of JSON.
+    Names are flags (`--hub_token X`, `--hub-token=X`), settings (`wandb.api_key=X`), fields of JSON, and variables.
     """
     if task.script is None:
         return task
-    command: list[str] = []
+    script = task.script
+    environment = {
+        name: REDACTED if is_secret_name(name) else redact_text(value, {}) for name, value in script.environment.items()
+    }
+    command, launcher = _redact_words(script.command), _redact_words(script.launcher)
+    return Task(script=dataclasses.replace(script, command=command, launcher=launcher, environment=environment))
+
+
+def _redact_words(words: tuple[str, ...]) -> tuple[str, ...]:
+    redacted: list[str] = []
     hide = False
-    for part in task.script.command:
-        name, equals, _ = part.partition("=")
-        flag = part.startswith("-")
-        if hide and (not flag or " " in part):
-            part = REDACTED
-        elif equals and _SECRET.search(name):
-            part = f"{name}={REDACTED}"
+    for word in words:
+        name, equals, _ = word.partition("=")
+        flag = word.startswith("-")
+        if hide and (not flag or " " in word):
+            word = REDACTED
+        elif equals and is_secret_name(name):
+            word = f"{name}={REDACTED}"
         else:
-            part = _SECRET_VALUE.sub(REDACTED, _SECRET_FIELD.sub(rf'\1"{REDACTED}"', part))
-        command.append(part)
+            word = redact_text(word, {})
+        redacted.append(word)
         # Several values may follow one flag.
-        hide = (_SECRET.search(part) is not None and not equals) if flag else hide and part == REDACTED
-    return Task(script=dataclasses.replace(task.script, command=tuple(command)))
+        hide = (is_secret_name(word) and not equals) if flag else hide and word == REDACTED
+    return tuple(redacted)
 
 
 def _split_options(rest: list[str]) -> tuple[list[str], list[str]]:
@@ -91,6 +196,24 @@ def _split_options(rest: list[str]) -> tuple[list[str], list[str]]:
     if not rest:
         raise UsageError("the command names no script; write -- python train.py …")
     return options, rest
+
+
+def _check_installed_here(program: str, notes: list[str]) -> None:
+    """A launcher's console script belongs to one environment; the process that it starts here is of autofit's own."""
+    found = shutil.which(program)
+    bare = os.path.basename(program) == program
+    if found is None and not bare:
+        raise UsageError(f"there is no launcher {program!r}; check the path")
+    ours = {os.path.realpath(sysconfig.get_path("scripts", scheme)) for scheme in _SCHEMES}
+    if found is not None and os.path.realpath(os.path.dirname(found)) in ours:
+        return
+    if not bare:
+        raise UsageError(
+            f"{program} is not of the environment that autofit is installed in; write {os.path.basename(program)} alone, "
+            "or install autofit there"
+        )
+    if found is not None:
+        notes.append(f"the script runs under {sys.executable}, the interpreter autofit is installed in")
 
 
 def _check_interpreter(program: str, notes: list[str]) -> None:

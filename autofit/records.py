@@ -165,6 +165,8 @@ class Schedule:
     evaluate: bool = True
     seed: int = 0  # of which typical rows are timed
     save: bool = False  # one checkpoint, as the confirmation writes it
+    sampled_rows: int | None = None  # training rows whose sizes are read; None: as many as there is time for
+    sampled_eval_rows: int | None = None
     check_accumulation: bool = False  # with `describe_only`: compare gradients of a batch and of its parts
 
 
@@ -269,6 +271,8 @@ class Description:
     )  # sizes of the model: layers, hidden, heads, vocabulary, labels
     notes: tuple[str, ...] = ()
     longest_rows: int | None = None  # training rows as long as the longest, of those looked at; None: all of them
+    sampled_rows: int | None = None  # training rows whose sizes were read; None: not known
+    sampled_eval_rows: int | None = None
     source: ArgumentsSource | None = None  # of a script; None: not known
     accumulation: AccumulationCheck | None = None  # None: not checked
 

@@ -15,7 +15,7 @@ from report_cases import BASELINE, BUDGET, DESCRIPTION, MACHINE, choice, selecti
 
 from autofit import codec
 from autofit.cli.options import APPLY_EPILOG
-from autofit.records import ScriptTask, Task
+from autofit.records import AccumulationCheck, ScriptTask, Task
 from autofit.store import RunDirectory
 from autofit.workloads.script_task import source_digest
 
@@ -30,7 +30,8 @@ FOUND = OWN.but(
     activation_checkpointing=True,
     per_device_eval_batch_size=16,
 )
-IN_CODE = FOUND.but(attention="eager", logits="argmax")
+IN_CODE = FOUND.but(attention="eager", logits="argmax", loss="scaled")
+SWITCHED = AccumulationCheck(4, 2, 1.0, switch="loss_is_scaled_for_ga", switch_value=False)
 
 # Trains two steps and writes down what it ran with.
 MODEL = """
@@ -186,17 +187,22 @@ def test_a_json_file_is_read_and_left_as_it_is_and_code_is_applied_without_a_lin
         + """
     from transformers import HfArgumentParser
     (args,) = HfArgumentParser(TrainingArguments).parse_json_file("config.json")
-    show(args, train(args))
+    trainer = train(args)
+    show(args, trainer, scaled=trainer.loss_is_scaled_for_ga)
     """,
         with_code=IN_CODE,
+        accumulation=SWITCHED,
     )
     written = json.dumps(ARGUMENTS, indent=3)
     (folder / "config.json").write_text(written)
     run = run_apply(folder, sys.executable, "train.py", options=("run", "--with-code"))
-    facts = check(folder, run, attention="eager")
+    facts = check(folder, run, attention="eager", scaled=False)
     assert facts["shapes"] == [[16]]
     assert (folder / "config.json").read_text() == written
-    assert len(said(run)) == 1 and said(run)[0].endswith(", attention sdpa → eager, logits full → argmax")
+    assert (
+        len(said(run)) == 1
+        and ", attention sdpa → eager, logits full → argmax, trainer.loss_is_scaled_for_ga" in said(run)[0]
+    )
 
 
 def test_what_the_script_assigns_itself_is_laid_over_before_the_trainer_and_told_after_it(work):
@@ -320,6 +326,22 @@ def test_a_script_finds_everything_as_python_gives_it(work, words):
     applied = run_apply(folder, sys.executable, *words, input="in")
     assert applied.stdout and json.loads(applied.stdout) == json.loads(plain.stdout)
     assert said(applied) == []
+
+
+@pytest.mark.parametrize("words", [("train.py",), ("-m", "train")], ids=" ".join)
+def test_workers_that_are_spawned_find_what_the_script_defines(work, words):
+    folder = work(
+        """
+        import multiprocessing
+        def double(n):
+            return 2 * n
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(pool.map(double, [1, 2]))
+        """
+    )
+    run = run_apply(folder, sys.executable, *words)
+    assert (run.stdout, run.stderr) == ("[2, 4]\n", "")
 
 
 @pytest.mark.parametrize(

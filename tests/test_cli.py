@@ -74,7 +74,9 @@ def run_fresh(*arguments, **settings):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--help",), ("search", "--help"), ("predict", "--help"), ("--version",)], ids=" ".join
+    "arguments",
+    [("--help",), ("search", "--help"), ("predict", "--help"), ("apply", "--help"), ("--version",)],
+    ids=" ".join,
 )
 def test_help_is_there_at_once_and_loads_nothing_heavy(arguments):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -113,7 +115,7 @@ def test_help_tells_the_default_of_every_option():
 
 def test_help_names_every_knob():
     named = set(re.findall(r"\w+", EPILOG.split("Knobs")[1]))
-    assert set(KNOBS) - {"gradient_accumulation_steps"} <= named
+    assert set(KNOBS) - {"gradient_accumulation_steps", "loss"} <= named  # these two follow from the batch
 
 
 def test_the_examples_in_the_help_can_be_typed(fake):

@@ -19,6 +19,7 @@ Examples:
   autofit search --model gpt2 --seq-len 1024 --lora r=16 --budget rtx-3090
   autofit search --budget 24GB -- python train.py --output_dir out
   autofit search --budget 24GB --max-time 15m -- python -m my_package.train args.json
+  autofit search --budget 24GB -- accelerate launch train.py --output_dir out
   autofit search --model gpt2 --knob precision=bf16 --knob per_device_train_batch_size=4,8
   autofit search --model gpt2 --budget 8GB --dry-run
 

@@ -14,6 +14,7 @@ from autofit import codec
 from autofit.emission import model_kwargs
 from autofit.errors import RunDirectoryError, UsageError
 from autofit.harness.real_run import SETTINGS, Settings
+from autofit.knobs import switches_of
 from autofit.records import Choice, Description, Machine, ScriptTask, Selection, Task
 from autofit.store import PROVISIONAL, RUN_FILE, read_run, read_selection
 from autofit.workloads.launchers import complete_environment
@@ -84,6 +85,7 @@ def _settings(run: Path, selection: Selection, choice: Choice, facts: dict[str, 
         device=machine.device,
         parameters=description.parameters,
         attention=model_kwargs(candidate, baseline).get("attn_implementation"),
+        switches=switches_of(candidate, description),
         logits=None if reduction in (None, "full", baseline.get("logits")) else str(reduction),
     )
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from autofit.harness import rows
 from autofit.harness.phases import pick_evaluation_set
+from autofit.harness.row_sample import has_rows
 from autofit.harness.rules import InvalidProbe
 
 CHECK_BATCHES = 2
@@ -13,7 +14,7 @@ CHECK_BATCHES = 2
 def check_same_metrics(trainer: Any, reduction: Any) -> None:
     """Evaluate a few rows with and without `reduction` and compare. Raises InvalidProbe, or what metrics raise."""
     _, dataset = pick_evaluation_set(trainer, [])
-    if trainer.compute_metrics is None or dataset is None:
+    if trainer.compute_metrics is None or dataset is None or not has_rows(dataset):
         return
     batch = trainer.args.per_device_eval_batch_size
     chosen = rows.subset(dataset, rows.RowPlan(dataset).typical(min(len(dataset), CHECK_BATCHES * batch)))

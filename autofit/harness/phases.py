@@ -82,7 +82,7 @@ class Phases(TrainerCallback):
         self._accumulated.install(transformers.trainer)
         self._prepare_training_rows()
         self._eval_name, self._eval_set = pick_evaluation_set(
-            trainer, self.notes, getattr(self._schedule, "sampled_eval_rows", None)
+            trainer, self.notes, self._schedule.sampled_eval_rows
         )
         self._own_eval_loader = has_own_eval_loader(trainer)
         trainer.add_callback(self)
@@ -105,7 +105,7 @@ class Phases(TrainerCallback):
 
     def _prepare_training_rows(self) -> None:
         trainer = self._trainer
-        sample = getattr(self._schedule, "sampled_rows", None)
+        sample = self._schedule.sampled_rows
         dataset = trainer.train_dataset = pick_training_set(trainer, self.notes, sample)
         if dataset is None or has_own_train_loader(trainer):
             return

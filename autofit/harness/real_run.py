@@ -35,6 +35,7 @@ class Settings:
     parameters: int  # of the model that they were found for
     attention: str | None = None  # implementation to set; None: the script's own
     logits: str | None = None  # reduction to set; None: the script's own
+    switches: dict[str, bool] = dataclasses.field(default_factory=dict)  # attributes to set on the Trainer
 
 
 class RealRun:
@@ -72,7 +73,7 @@ class RealRun:
 
         @functools.wraps(original_train)
         def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-            run._check(trainer)
+            run._begin(trainer)
             return original_train(trainer, *args, **kwargs)
 
         trainer_class.__new__, trainer_class.__init__, trainer_class.train = make, construct, train
@@ -147,6 +148,9 @@ class RealRun:
         except Exception as error:  # noqa: BLE001 - whatever the model objects to is told
             self._refuse(error)
         changes += self._set_logits(trainer)
+        changes += [
+            f"trainer.{name} {getattr(trainer, name, None)} → {v}" for name, v in self._settings.switches.items()
+        ]
         self._say(", ".join(changes) or f"the script's own settings are those of {self._settings.run}")
         rows = [v["per_device_train_batch_size"] * v["gradient_accumulation_steps"] for v in (before, values)]
         if rows[0] != rows[1]:
@@ -184,8 +188,10 @@ class RealRun:
         trainer.preprocess_logits_for_metrics = REDUCTIONS[wanted]
         return [f"logits full → {wanted}"]
 
-    def _check(self, trainer: Any) -> None:
-        """What may make the settings another training's, told when it starts."""
+    def _begin(self, trainer: Any) -> None:
+        """Training starts: what the Trainer's own constructors might undo is set; what may make it another's is told."""
+        for name, value in self._settings.switches.items():
+            setattr(trainer, name, value)
         wanted = self._wanted(trainer.args)
         for name, now in _differing(trainer.args, wanted).items():
             self._say(

@@ -150,7 +150,8 @@ def prepare_rows(
     train_dataset: Any = None,
     eval_dataset: Any = None,
     processing_class: Any = None,
-    **_: Any,
+    *_: Any,
+    **__: Any,
 ) -> None:
     """Read the rows at the entry of `Trainer.__init__`, whose arguments these are, for every process forked from here.
 

@@ -108,6 +108,7 @@ class Server:
             self._kill_descendants()
         elif action == "drop":
             self._end_template()
+            self._tell(did="drop")
 
     def _fork(self, folder: str) -> int:
         server = os.getpid()

@@ -30,6 +30,7 @@ from autofit.logits import REDUCTIONS
 from autofit.machine import run_delay_seconds
 from autofit.records import Failure, Outcome, Reply, Request
 from autofit.trainer_args import installed_name
+from autofit.workloads.redaction import redact_text
 
 TRACE_FILE = "trace.npz"  # what a shadow run leaves beside its reply
 MOST_OWN_STEPS = 50  # of optimizers outside of the Trainer: fewer may be a part that the script fits beforehand
@@ -104,7 +105,7 @@ class Harness:
 
         @functools.wraps(original_init)
         def construct(trainer: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
-            harness._stop_inside()
+            harness._stop_inside(trainer, (model, args, *rest), kwargs)
             if args is None:
                 args = module.TrainingArguments(output_dir=harness._arguments.output)
             harness._apply(args)
@@ -143,14 +144,27 @@ class Harness:
             # What a trainer of transformers' own prepares before the base class does is nothing.
             has_inner = cls.__init__ is not module.Trainer.__init__ and not cls.__module__.startswith("transformers.")
             model = kwargs.get("model", args[0] if args else None)
+            if not has_inner:
+                self._prepare_rows(object.__new__(cls), args, kwargs)
             self._go_on(self._template.stop(model, self._reads, has_inner))
         for value in (*args, *kwargs.values()):
             if isinstance(value, module.TrainingArguments):
                 self._apply(value)
 
-    def _stop_inside(self) -> None:
+    def _stop_inside(self, trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._template is not None and self._stopped_outside:
+            self._prepare_rows(trainer, args, kwargs)
             self._go_on(self._template.stop_inner(self._reads))
+
+    def _prepare_rows(self, trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Read the sizes of the rows here, once for all forks; what cannot be read before its time they read themselves."""
+        from autofit.harness.rows import prepare_rows
+
+        try:
+            with self._arguments.given.unwatched():
+                prepare_rows(trainer, *args, **kwargs)
+        except Exception:  # noqa: BLE001 - of the script's own classes; the fork meets it again and tells
+            traceback.print_exc()
 
     def _reads(self) -> list[str]:
         """Fields that were read since this was asked last."""
@@ -365,6 +379,7 @@ class Harness:
         with contextlib.suppress(OSError, ValueError):  # the script has closed it, or it does not take every character
             print(text, file=sys.stderr, flush=True)
         message = next((line for line in _chain(error)[0][1].splitlines() if line.strip()), kind)
+        text, message = (redact_text(part, os.environ) for part in (text, message))
         failure = Failure(phase, step, kind, message[:500], text[-20_000:])
         try:
             reply = self._reply(outcome, trainer=trainer, failure=failure)

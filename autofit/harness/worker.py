@@ -22,6 +22,8 @@ from autofit.harness.template import Template
 from autofit.harness.trainer_hooks import Harness
 from autofit.probe_folder import write_privately
 from autofit.records import Failure, Outcome, Reply, Request, ScriptTask
+from autofit.workloads.launchers import complete_environment
+from autofit.workloads.redaction import redact_text
 from autofit.workloads.script_task import redact
 
 REQUEST_FILE = "request.json"
@@ -38,6 +40,7 @@ def run(folder: str, descriptors: dict[str, int] | None = None) -> NoReturn:
     request, recorder, meter = _begin(folder)
     if request.task.script is not None:
         os.chdir(request.task.script.directory)
+        os.environ.update(complete_environment(request.task.script.environment))
     template = Template(descriptors, os.getppid()) if descriptors else None
     harness = Harness(request, meter, recorder, template, _begin)
     harness.install()
@@ -122,5 +125,5 @@ def _ended(harness: Harness, message: str, text: str) -> NoReturn:
     kind = "no_training" if harness.trainer_seen else "no_trainer"
     if not harness.trainer_seen:
         message += " and without making a Trainer"
-    failure = Failure(harness.recorder.phase, None, kind, message, text)
+    failure = Failure(harness.recorder.phase, None, kind, message, redact_text(text, os.environ))
     harness.recorder.finish(Reply(Outcome.CRASHED, failure=failure))

@@ -48,6 +48,10 @@ def describe(
     plan = None
     if has_rows(training) and len(training):
         plan = rows.RowPlan(training, reader=Reader.of(trainer))
+    own_eval_loader = has_own_eval_loader(trainer)
+    eval_plan = None
+    if evaluation is not None and not own_eval_loader:
+        eval_plan = rows.RowPlan(evaluation, reader=Reader.of(trainer))
     has_metrics = trainer.compute_metrics is not None
     own_reduction = trainer.preprocess_logits_for_metrics is not None
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
@@ -70,9 +74,11 @@ def describe(
         has_logits_reduction=own_reduction,
         reductions=("full", *REDUCTIONS) if has_metrics and not own_reduction else (),
         train_rows=len(training) if has_rows(trainer.train_dataset) else None,
-        eval_rows=None if evaluation is None or has_own_eval_loader(trainer) else len(evaluation),
+        eval_rows=None if evaluation is None or own_eval_loader else len(evaluation),
         longest_row=plan.longest_row if plan else None,
         longest_rows=None if plan is None or plan.longest_rows == plan.sampled else plan.longest_rows,
+        sampled_rows=plan.sampled if plan else None,
+        sampled_eval_rows=eval_plan.sampled if eval_plan else None,
         device_facts=_device_facts(request.device),
         modules=tuple(
             sorted(m for m in sys.modules if m.split(".")[0] in LIBRARIES and not m.startswith("torch.classes"))

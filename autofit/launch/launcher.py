@@ -40,6 +40,7 @@ from autofit.workloads.script_task import redact
 DRAIN_SECONDS = 30.0  # for the device to give back what a dead process held
 FOREIGN_CHANGE = 0.02  # of the device: somebody else came or went while a probe ran
 START_SECONDS = 120.0
+DROP_SECONDS = 30.0  # for the server to have killed a process and all that is below it
 # At a cap on a process oneDNN's bf16 kernels do not raise: one in three over-sized probes read address 0 instead.
 FAULTS = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
 MOST_RETAKES = 2  # of a snapshot whose server was killed from outside
@@ -171,6 +172,8 @@ class Launcher(Connection):
         if self._template:
             self._template = {}
             self._order(do="drop")
+            with contextlib.suppress(ServerDiedError):  # and what stood there with it
+                self._await("drop", DROP_SECONDS)
 
     def _place(self, request: Request) -> str | None:
         """Where `request` branches off the snapshot, which is taken again where it was lost with its server; None: nowhere."""

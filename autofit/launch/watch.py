@@ -1,6 +1,8 @@
 """One child from its start to its end, as the parent sees it: where it is, what it holds, whether it is late."""
 
 import dataclasses
+import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from autofit.launch.connection import POLL_SECONDS, Connection, ServerDiedError
 from autofit.launch.snapshot import Snapshot
 from autofit.probe_folder import bound_logs, last_progress, log_tail
 from autofit.records import Failure, Outcome, Reply
+from autofit.workloads.redaction import redact_text
 
 WHERE_SECONDS = 1.0  # for a hanging child to print where it hangs, before it is killed
 
@@ -99,6 +102,8 @@ class Watch:
                         "",
                         None,
                     )
+                case {"did": "drop"}:  # it was late, and has been killed
+                    return None, why, -signal.SIGKILL
                 case {"did": "template-end", "place": place}:
                     self.host_peak = max(self.host_peak or 0, told["max_rss_bytes"])
                     template.pop(place, None)
@@ -143,4 +148,4 @@ class Watch:
             message = f"the process tree held {self.host_peak or 0} bytes of host memory, more than the host budget"
         elif self.timed_out:
             message = f"no end after {self._time_limit:.0f} s"
-        return Reply(outcome, failure=Failure(phase, step, kind, message, log_tail(self._folder)))
+        return Reply(outcome, failure=Failure(phase, step, kind, message, redact_text(log_tail(self._folder), os.environ)))

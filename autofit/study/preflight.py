@@ -4,6 +4,7 @@ Everything that cannot work is refused here, in one line with the way out, befor
 """
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from autofit.records import (
 from autofit.trainer_args import candidate_values
 from autofit.units import format_bytes, unit_of
 from autofit.workloads.model_task import make_model_task
+from autofit.workloads.redaction import redact_text
 from autofit.workloads.script_task import make_script_task
 
 DESCRIBE_SECONDS = 1800.0  # for a script to prepare its data
@@ -227,10 +229,10 @@ def explain_failure(task: Task, reply: Reply, folder: Path) -> AutofitError:
     if failure.kind == "UsageError":
         return UsageError(failure.message)
     who = "the script" if task.script else "the model"
-    excerpt = failure.traceback or log_tail(folder)
-    if failure.kind == "no_trainer":
+    excerpt = failure.traceback or redact_text(log_tail(folder), os.environ)
+    if failure.kind in ("no_trainer", "own_loop"):
         return WorkloadError(
-            f"{failure.message}; autofit needs a script that ends by calling the train() of a transformers Trainer",
+            f"{failure.message}; autofit needs a script that trains by the train() of a transformers Trainer",
             excerpt,
         )
     if failure.kind == "no_training":

@@ -48,7 +48,7 @@ from autofit.store import (
 from autofit.study import preflight
 from autofit.study.listener import Listener
 from autofit.units import parse_seconds
-from autofit.workloads.script_task import redact
+from autofit.workloads.script_task import command_line, redact
 
 if TYPE_CHECKING:
     import pandas
@@ -75,6 +75,7 @@ class Options(preflight.WorkloadOptions):
     seed: int = 0
     knobs: tuple[str, ...] = ()  # name=v1,v2
     allow: tuple[str, ...] = ()  # training, code
+    snapshot: bool | None = None  # whether probes branch off a script at its Trainer; None: on the CPU only
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ class _Prepared:
         self._task, self._machine, self._budget = task, machine, budget
         self._directory, self._launcher = directory, launcher
         where = directory.path / "probes" / "describe"
-        self.description = preflight.describe(task, machine, launcher, where, listener.said)
+        self.description = preflight.describe(task, machine, launcher, where, listener.said, snapshot=options.snapshot)
         self._space = preflight.space_of(self.description, machine, task, options.knobs, options.allow)
         preflight.check_weights(self.description, budget)
         listener.described(self.description, self._space.baseline, self._space.size)
@@ -329,7 +330,7 @@ def _prepared(options: Options, listener: Listener, began: float) -> Iterator[_P
         budget = earlier  # a default or clamped budget moves with what is free; what was measured does not
     run = {
         "identity": identity(shown, budget, machine),
-        "command": " ".join(shown.script.command) if shown.script else f"--model {options.model}",
+        "command": command_line(shown.script) if shown.script else f"--model {options.model}",
         "task": codec.to_json_value(shown),
         "machine": codec.to_json_value(machine),
         "budget": codec.to_json_value(budget),

@@ -166,16 +166,17 @@ def descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
+def lives(pid: int) -> bool:
+    """A zombie does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def running(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Those that are still the same process and no zombie."""
-    found = []
-    for process in processes:
-        try:
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+    return [process for process in processes if process.is_running() and lives(process.pid)]
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:

@@ -140,6 +140,23 @@ def test_probe_overhead_runs_and_its_figures_are_those_of_its_samples(tmp_path):
 
 
 @pytest.mark.long
+def test_script_overhead_runs_and_its_figures_are_those_of_its_samples(tmp_path):
+    out = tmp_path / "result.json"
+    told = run("script_overhead.py", "--quick", "--out", str(out), limit=280)
+    assert told.returncode == 0, told.stdout + told.stderr
+    result = json.loads(out.read_text())
+    assert [sample["how"] for sample in result["samples"]] == ["fresh", "snapshot", "snapshot", "fresh"]
+    for sample in result["samples"]:
+        assert 0 < sample["before_first_step_seconds"] < sample["overhead_seconds"]
+        assert sample["overhead_seconds"] == pytest.approx(sample["seconds"] - sample["measured_seconds"])
+    fresh, snapshot = (result["seconds"][how]["overhead"]["median"] for how in ("fresh", "snapshot"))
+    assert 0 < snapshot < fresh
+    assert result["ratios"]["overhead"] == pytest.approx(fresh / snapshot)
+    assert f"{fresh / snapshot:.1f}×" in told.stdout.splitlines()[-1]
+    assert "CUDA" in result["note"]
+
+
+@pytest.mark.long
 def test_the_acceptance_holds_on_the_cpu_and_resumes_at_once(tmp_path):
     options = ("--device", "cpu", "--quick", "--out", str(tmp_path / "result.json"))
     told = run("gpu_acceptance.py", *options, limit=280)

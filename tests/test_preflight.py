@@ -56,7 +56,7 @@ def refused(tmp_path, **options) -> str:
         ({"command": ("python", "no_such_script.py")}, "no script"),
         ({"command": ("python", "-c", "print(1)")}, "no file"),
         ({"command": ("bash", "train.sh")}, "no Python command"),
-        ({"command": ("torchrun", "train.py")}, "not supported"),
+        ({"command": ("deepspeed", "train.py")}, "not supported"),
         ({"command": ("python", "x.py"), "seq_len": 5}, "--seq-len belongs to --model"),
     ],
 )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from standing import SHORT, TRAINING, Standing, descendants, running, wait_until
+from standing import SHORT, TRAINING, Standing, descendants, lives, running, wait_until
 
 import autofit
 from autofit.errors import Interrupted, WorkloadError
@@ -58,7 +58,7 @@ def test_a_script_that_comes_to_no_trainer_is_told_once_in_its_own_words(machine
             standing.describe()
         assert message in str(error.value)
         assert log in error.value.log
-        assert standing.noted("runs") == ["once"]
+        assert standing.noted("runs") == ([] if message == "SyntaxError" else ["once"])
         assert standing.launcher.snapshot is None
 
 
@@ -138,7 +138,8 @@ def stands(holding) -> Standing:
     """`holding`, standing again where a test before has killed it."""
     launcher = holding.launcher
     launcher._retakes = 0
-    if launcher.snapshot is None or not running([psutil.Process(pid) for pid in holding.template.values()]):
+    standing = launcher._server.poll() is None and holding.template and all(map(lives, holding.template.values()))
+    if launcher.snapshot is None or not standing:
         holding.tell()
         launcher.close()
         (holding.folder / "runs").unlink(missing_ok=True)
@@ -166,8 +167,7 @@ def test_a_helper_of_the_script_lives_as_long_as_the_snapshot_and_a_probes_own_d
     helpers = [psutil.Process(int(pid)) for pid in stands.noted("helpers")[-1:]]
     assert running(helpers) == helpers
     assert ended.left_behind == 1
-    child = int(stands.noted("children")[-1])
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert not lives(int(stands.noted("children")[-1]))
     stands.launcher.drop_snapshot()
     assert wait_until(lambda: running(helpers) == [], 5)
     assert ran(stands.probe(), "fork", "fresh")
@@ -352,7 +352,10 @@ def test_idle_executors_and_the_monitor_of_a_progress_bar_are_harmless(machine, 
 # ---- held against a fresh start ----
 
 
-def measurement(outcome=Outcome.FITS, peak: int | None = 100, seconds=(1.0, 1.1)) -> Measurement:
+MiB = 2**20
+
+
+def measurement(outcome=Outcome.FITS, peak: int | None = 1000 * MiB, seconds=(1.0, 1.1)) -> Measurement:
     phases = () if peak is None else (PhaseRecord("train", 1.0, process_bytes=peak),)
     speed = Speed(8, seconds) if seconds else None
     return Measurement("1", "baseline", Candidate({}), outcome, 9.0, phases=phases, train_speed=speed)
@@ -362,15 +365,22 @@ def measurement(outcome=Outcome.FITS, peak: int | None = 100, seconds=(1.0, 1.1)
     ("forked", "fresh", "expected"),
     [
         (measurement(), measurement(), None),
-        (measurement(peak=105), measurement(), None),
-        (measurement(peak=106), measurement(), "peak 106 bytes against 100 bytes"),
-        (measurement(peak=94), measurement(), "peak 94 bytes against 100 bytes"),
+        (measurement(peak=1050 * MiB), measurement(), None),
+        (measurement(peak=1060 * MiB), measurement(), f"peak {1060 * MiB} bytes against {1000 * MiB} bytes"),
+        (measurement(peak=940 * MiB), measurement(), f"peak {940 * MiB} bytes against {1000 * MiB} bytes"),
+        (measurement(peak=115 * MiB), measurement(peak=100 * MiB), None),  # malloc keeps so much by chance
+        (measurement(peak=117 * MiB), measurement(peak=100 * MiB), f"peak {117 * MiB} bytes against {100 * MiB} bytes"),
+        (measurement(peak=30), measurement(peak=20), None),  # what malloc keeps is no share of it
         (measurement(peak=None), measurement(), None),
         (measurement(seconds=(1.4, 9.0)), measurement(), None),  # the fastest window decides
         (measurement(seconds=(3.0, 3.1)), measurement(), "steps take 3.00 times as long"),
         (measurement(), measurement(seconds=(3.0, 3.1)), "steps take 0.33 times as long"),
         (measurement(Outcome.CONTAMINATED, seconds=(3.0,)), measurement(), None),
-        (measurement(Outcome.CONTAMINATED, peak=120), measurement(), "peak 120 bytes against 100 bytes"),
+        (
+            measurement(Outcome.CONTAMINATED, peak=1200 * MiB),
+            measurement(),
+            f"peak {1200 * MiB} bytes against {1000 * MiB} bytes",
+        ),
         (measurement(seconds=()), measurement(), None),
         (measurement(Outcome.CRASHED, None, ()), measurement(), "crashed against fits"),
         (measurement(), measurement(Outcome.TIMEOUT, None, ()), "fits against timeout"),
@@ -428,8 +438,10 @@ def test_a_search_whose_snapshot_measures_otherwise_says_so_and_goes_on_without_
             out=tmp_path / "run",
             listener=heard,
         )
-    assert any("does not measure as a fresh start does (steps take" in text for text in heard.texts), heard.texts
     first, canary, *rest = heard.measurements
+    if Outcome.CONTAMINATED in (first.outcome, canary.outcome):
+        pytest.skip("others use this machine, so that its times say nothing")
+    assert any("does not measure as a fresh start does (steps take" in text for text in heard.texts), heard.texts
     assert (first.purpose, first.start) == ("baseline", "snapshot")
     assert (canary.purpose, canary.start) == ("canary", "fresh")
     assert rest and all(m.start in ("fork", "fresh") and m.outcome is Outcome.FITS for m in rest)

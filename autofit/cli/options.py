@@ -206,6 +206,8 @@ OPTIONS: list[click.Parameter] = [
     _option("--allow", group="search", multiple=True, type=click.Choice(["training", "code"]), help="What may change "
             "besides memory and speed; repeatable. training: another optimizer. code: what needs a line of code in your "
             "script. Default: neither."),
+    _option("--snapshot/--no-snapshot", group="search", default=None, help="Run a script once up to its Trainer and branch "
+            "each probe off there, or run it afresh for each. Default: --snapshot on the CPU, --no-snapshot on a GPU."),
     _option("--seed", group="search", type=int, default=0, metavar="N", help="Of made-up rows and of their order. "
             "Default: 0."),
     _option("--out", group="output", metavar="FOLDER", help="The run directory. Default: autofit-runs/NAME, which the same "

@@ -81,9 +81,7 @@ class Phases(TrainerCallback):
         trainer = self._trainer
         self._accumulated.install(transformers.trainer)
         self._prepare_training_rows()
-        self._eval_name, self._eval_set = pick_evaluation_set(
-            trainer, self.notes, self._schedule.sampled_eval_rows
-        )
+        self._eval_name, self._eval_set = pick_evaluation_set(trainer, self.notes, self._schedule.sampled_eval_rows)
         self._own_eval_loader = has_own_eval_loader(trainer)
         trainer.add_callback(self)
         self._wrap("training_step", self._training_step)

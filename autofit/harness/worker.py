@@ -7,9 +7,7 @@ The same code runs in both.
 import dataclasses
 import faulthandler
 import os
-import runpy
 import signal
-import sys
 import threading
 import traceback
 from pathlib import Path
@@ -17,11 +15,12 @@ from typing import NoReturn
 
 from autofit import codec
 from autofit.harness.device_meter import DeviceMeter, make_meter
+from autofit.harness.main_module import run_as_main
 from autofit.harness.recorder import Recorder
 from autofit.harness.template import Template
 from autofit.harness.trainer_hooks import Harness
 from autofit.probe_folder import write_privately
-from autofit.records import Failure, Outcome, Reply, Request, ScriptTask
+from autofit.records import Failure, Outcome, Reply, Request
 from autofit.workloads.launchers import complete_environment
 from autofit.workloads.redaction import redact_text
 from autofit.workloads.script_task import redact
@@ -91,34 +90,7 @@ def _run_workload(request: Request) -> None:
 
         builtin.main(request.task.model, request.files, request.model_kwargs)
     else:
-        run_script(request.task.script)
-
-
-def run_script(task: ScriptTask) -> None:
-    """Run the user's command in this interpreter as Python would: argv, sys.path and `__main__` as they expect them."""
-    os.chdir(task.directory)
-    first, *arguments = task.command
-    if first == "-m":
-        module, *arguments = arguments
-        sys.argv = [module, *arguments]
-        sys.path[0] = task.directory
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = [first, *arguments]
-        sys.path[0] = str(Path(first).resolve().parent)
-        _run_path(first)
-
-
-def _run_path(path: str) -> None:
-    """`runpy.run_path` in the real `__main__`, so that objects of the script can be pickled for loader workers."""
-    import types
-
-    main = types.ModuleType("__main__")
-    main.__file__ = path
-    main.__builtins__ = __builtins__
-    sys.modules["__main__"] = main
-    source = Path(path).read_bytes()
-    exec(compile(source, path, "exec"), vars(main))  # noqa: S102 - it is the user's own script, run at their request
+        run_as_main(request.task.script.command)
 
 
 def _ended(harness: Harness, message: str, text: str) -> NoReturn:

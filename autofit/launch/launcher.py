@@ -9,6 +9,7 @@ else than it was asked to is a bug of ours, and raised.
 
 import contextlib
 import dataclasses
+import os
 import shutil
 import signal
 import time
@@ -162,7 +163,7 @@ class Launcher(Connection):
             self.snapshot = stands
             if read_reply(folder) is None:
                 return None, ""
-        reply = read_reply(folder) or watch.explain(code, None)
+        reply = read_reply(folder) or watch.explain(code, None, _environment_of(request))
         cut_logs(folder)
         return Ended(reply, time.monotonic() - watch.began, watch.host_peak, "fresh"), why
 
@@ -179,6 +180,7 @@ class Launcher(Connection):
         """Where `request` branches off the snapshot, which is taken again where it was lost with its server; None: nowhere."""
         if self.snapshot is None:
             return None
+        self._ensure_server()  # with one that has died the snapshot is gone
         if not self._template and self._taken is not None and self._retakes < MOST_RETAKES:
             self._retakes += 1
             resolved, (taken, limit, options) = self.snapshot.resolved, self._taken
@@ -271,9 +273,9 @@ class Launcher(Connection):
             note = f"it died by signal {-code} under the cap, and was measured again without one"
             reply = dataclasses.replace(again.reply, notes=(*again.reply.notes, note))
             return dataclasses.replace(again, reply=reply, seconds=time.monotonic() - began)
-        reply = reply or watch.explain(code, killed_by_system)
+        reply = reply or watch.explain(code, killed_by_system, _environment_of(request))
         if watch.over_host_budget and reply.outcome is Outcome.FITS:
-            reply = watch.explain(code, killed_by_system)
+            reply = watch.explain(code, killed_by_system, _environment_of(request))
         if (
             foreign is not None
             and abs(foreign) > FOREIGN_CHANGE * self._machine.device_bytes
@@ -323,6 +325,12 @@ class Launcher(Connection):
             if used is None or used <= used_before + FOREIGN_CHANGE * self._machine.device_bytes:
                 return
             time.sleep(POLL_SECONDS)
+
+
+def _environment_of(request: Request) -> dict[str, str]:
+    """What the child sees of variables, its launcher's own included."""
+    script = request.task.script
+    return {**os.environ, **(script.environment if script is not None else {})}
 
 
 def _check_echo(reply: Reply, request: Request, expected: dict[str, Any] | None) -> None:

@@ -1,10 +1,9 @@
 """One child from its start to its end, as the parent sees it: where it is, what it holds, whether it is late."""
 
 import dataclasses
-import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,8 +130,8 @@ class Watch:
             self._connection._send(do=self.kill)
             self._asked_where = float("inf")
 
-    def explain(self, code: int | None, killed_by_system: bool | None) -> Reply:
-        """A reply for a child that left none."""
+    def explain(self, code: int | None, killed_by_system: bool | None, environment: Mapping[str, str]) -> Reply:
+        """A reply for a child that left none. `environment`: the child's, whose secrets are left out of its output."""
         phase, step = last_progress(self._folder) or ("start", None)
         if code is None:
             outcome, kind = Outcome.CRASHED, "the probe server died"
@@ -148,4 +147,6 @@ class Watch:
             message = f"the process tree held {self.host_peak or 0} bytes of host memory, more than the host budget"
         elif self.timed_out:
             message = f"no end after {self._time_limit:.0f} s"
-        return Reply(outcome, failure=Failure(phase, step, kind, message, redact_text(log_tail(self._folder), os.environ)))
+        return Reply(
+            outcome, failure=Failure(phase, step, kind, message, redact_text(log_tail(self._folder), environment))
+        )

@@ -27,6 +27,7 @@ from autofit.report.labels import (
 from autofit.report.summary import FITTING, facts_noted, is_projected
 from autofit.study.listener import Listener
 from autofit.units import format_bytes, format_seconds
+from autofit.workloads.script_task import command_line
 
 PIPE_COLUMNS = 200  # where nobody tells a width: a progress line stays one line
 HEAD_INDENT = " " * 11
@@ -51,6 +52,7 @@ class TerminalListener(Listener):
         self._baseline: Candidate | None = None
         self._said_left = False
         self._noted_baseline = False
+        self._said: set[str] = set()
         self._running: tuple[str, list[str]] | None = None  # what comes before and after the place where the probe is
 
     def prepared(self, task: Task, machine: Machine, budget: Budget, folder: str, resumed: int) -> None:
@@ -75,6 +77,7 @@ class TerminalListener(Listener):
         self._print_fact("space", [f"{candidates} candidates"])
 
     def said(self, text: str) -> None:
+        self._said.add(text)
         self._print_parts([in_unit(text, self._unit)], "- ", "  ")
 
     def probe_started(
@@ -107,7 +110,8 @@ class TerminalListener(Listener):
         if measurement.purpose == "baseline" and not self._noted_baseline:
             self._noted_baseline = True
             for note in dict.fromkeys(facts_noted(measurement)):
-                self.said(note)
+                if note not in self._said:
+                    self.said(note)
 
     @property
     def _unit(self) -> str:
@@ -161,7 +165,7 @@ def probe_parts(m: Measurement, best: Measurement | None, baseline: Candidate | 
 
 def task_parts(task: Task) -> list[str]:
     if task.script is not None:
-        return [" ".join(task.script.command)]
+        return [command_line(task.script)]
     model = task.model
     size = f"{model.seq_len} tokens" if model.seq_len is not None else f"{model.image_size} pixels"
     lora = [f"LoRA r={model.lora_rank}"] if model.lora_rank is not None else []

@@ -16,6 +16,7 @@ from autofit.records import (
 SPEED_KNOWN = (Outcome.FITS, Outcome.CONTAMINATED)
 DELAY_SHARE = 0.05  # of wall time that threads waited for a processor; above it a timed window is contaminated
 ALIKE_PEAKS = 0.05
+ALIKE_BYTES = 16 * 2**20  # what malloc keeps differs by so much over equal processes: 148 to 163 MiB in eight runs
 ALIKE_SPEEDS = 1.5
 LEAST_STEPS = 3  # applied optimizer steps, without which a probe is no fit: optimizer state appears after the first
 
@@ -76,7 +77,7 @@ def difference_of(forked: Measurement, fresh: Measurement) -> str | None:
             return None  # at the budget's edge either may come out
         return f"{forked.outcome.value} against {fresh.outcome.value}"
     mine, theirs = forked.train_bytes, fresh.train_bytes
-    if mine and theirs and abs(mine - theirs) > ALIKE_PEAKS * theirs:
+    if mine and theirs and abs(mine - theirs) > max(ALIKE_PEAKS * theirs, ALIKE_BYTES):
         return f"peak {mine} bytes against {theirs} bytes"
     timed = forked.train_speed is not None and fresh.train_speed is not None
     if timed and forked.outcome is fresh.outcome is Outcome.FITS:

@@ -186,6 +186,8 @@ def _describe_script(
 ) -> Description:
     folder = Path(request.folder)
     options = task.script.interpreter_options
+    if request.device != "cpu" and task.script.environment.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1"):
+        raise UsageError("accelerate launch is told to use the CPU, and the search is for a GPU; give --device cpu")
     ended, why = None, "the snapshot of a script is not tried on a GPU unless --snapshot says so"
     if snapshot:
         standing = replace(request, probe="template", folder=str(folder.parent / "template"))
@@ -229,7 +231,8 @@ def explain_failure(task: Task, reply: Reply, folder: Path) -> AutofitError:
     if failure.kind == "UsageError":
         return UsageError(failure.message)
     who = "the script" if task.script else "the model"
-    excerpt = failure.traceback or redact_text(log_tail(folder), os.environ)
+    environment = {**os.environ, **(task.script.environment if task.script else {})}
+    excerpt = failure.traceback or redact_text(log_tail(folder), environment)
     if failure.kind in ("no_trainer", "own_loop"):
         return WorkloadError(
             f"{failure.message}; autofit needs a script that trains by the train() of a transformers Trainer",

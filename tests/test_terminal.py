@@ -11,7 +11,7 @@ from report_cases import BASELINE, BUDGET, DESCRIPTION, LARGE, MACHINE, MB, SMAL
 from rich.console import Console
 
 from autofit.launch import Progress
-from autofit.records import Candidate, Failure, ModelTask, Outcome, ScriptTask, Task
+from autofit.records import ArgumentsSource, Candidate, Failure, ModelTask, Outcome, ScriptTask, Task
 from autofit.report.outlook import PlannedStep
 from autofit.report.tables import draw_plan, draw_result, shown_path, timing_text
 from autofit.report.terminal import TerminalListener, make_console, probe_parts
@@ -32,22 +32,23 @@ def console_of(width: int) -> Console:
     return Console(file=io.StringIO(), width=width, highlight=False, markup=False, emoji=False)
 
 
-def result_of(measurements, chosen, folder="runs/x"):
+def result_of(measurements, chosen, folder="runs/x", task=MODEL, description=DESCRIPTION):
     return SimpleNamespace(
+        task=task,
         folder=Path(folder),
         selection=chosen,
         budget=BUDGET,
         machine=MACHINE,
-        description=DESCRIPTION,
+        description=description,
         measurements=measurements,
         timing=TIMING,
     )
 
 
-def draw(width, measurements=None, chosen=None, folder="runs/x"):
+def draw(width, measurements=None, chosen=None, folder="runs/x", **script):
     usual_measurements, usual_selection = usual()
     console = console_of(width)
-    draw_result(result_of(measurements or usual_measurements, chosen or usual_selection, folder), console)
+    draw_result(result_of(measurements or usual_measurements, chosen or usual_selection, folder, **script), console)
     return console.file.getvalue()
 
 
@@ -166,13 +167,23 @@ def test_the_difference_is_left_out_where_there_is_none():
     assert "in place of yours" in draw(120)
 
 
-def test_a_busy_machine_is_told_on_the_last_line_and_the_users_file_of_arguments_is_named(tmp_path):
-    (tmp_path / "run.json").write_text('{"task": {"script": {"command": ["train.py", "mine.json"]}}}')
+def test_a_busy_machine_is_told_on_the_last_line():
     disturbed = [replace(m, outcome=Outcome.CONTAMINATED) if m.outcome is Outcome.FITS else m for m in usual()[0]]
-    text = draw(200, disturbed, folder=tmp_path)
-    assert text.splitlines()[-1].startswith("the machine was busy: 5 of 6 probes were disturbed")
-    assert "merge these fields into mine.json" in text
-    assert "busy" not in draw(200) and "mine.json" not in draw(200)
+    told = draw(200, disturbed).splitlines()[-1]
+    assert told.startswith("the machine was busy: 5 of 6 probes were disturbed")
+    assert "busy" not in draw(200)
+
+
+def test_a_script_is_told_its_own_command_with_the_settings_in_it(tmp_path):
+    own = tmp_path / "mine.json"
+    own.write_text('{"per_device_train_batch_size": 4}')
+    task = Task(script=ScriptTask(("train.py", "mine.json"), str(tmp_path)))
+    described = replace(DESCRIPTION, source=ArgumentsSource("json", str(own)))
+    text = draw(200, folder=tmp_path / "run", task=task, description=described)
+    after = text[text.index("next:") :]
+    assert "mine.json is your mine.json with the tuned fields" in after
+    assert re.search(r"^ +python train.py \S*mine\.json$", after, re.MULTILINE)
+    assert "HfArgumentParser" not in text
 
 
 def test_a_probe_that_did_not_run_tells_no_peak():

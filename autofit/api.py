@@ -74,7 +74,7 @@ class Options(preflight.WorkloadOptions):
     min_gain: float = 0.01  # differences below this are no reason to prefer one candidate
     seed: int = 0
     knobs: tuple[str, ...] = ()  # name=v1,v2
-    allow: tuple[str, ...] = ()  # training, code
+    allow: tuple[str, ...] = ()  # training
     snapshot: bool | None = None  # whether probes branch off a script at its Trainer; None: on the CPU only
 
 

@@ -6,7 +6,7 @@ A `Space` is what is left of them for one workload on one machine. Not here: in 
 
 import difflib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autofit.errors import UsageError
@@ -122,10 +122,10 @@ _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_dev
 _DERIVED = ("gradient_accumulation_steps", "loss")
 
 
-def trades_in_code(description: Description, allow: Collection[str]) -> bool:
-    """Whether batch may be traded for accumulation with a line of code only, and the user has allowed code."""
+def trades_in_code(description: Description) -> bool:
+    """Whether batch may be traded for accumulation with a line of code only."""
     check = description.accumulation
-    return check is not None and not check.holds and bool(check.switch) and "code" in allow
+    return check is not None and not check.holds and bool(check.switch)
 
 
 def switches_of(candidate: Candidate, description: Description) -> dict[str, bool]:
@@ -161,7 +161,7 @@ def make_space(
 ) -> Space:
     """What may vary for this workload on this machine.
 
-    `narrowed` holds the user's `--knob` values; `allow` may hold "training" and "code". Raises UsageError for a knob or
+    `narrowed` holds the user's `--knob` values; `allow` may hold "training". Raises UsageError for a knob or
     a value that cannot be used here.
     """
     effective = int(baseline["per_device_train_batch_size"]) * int(baseline["gradient_accumulation_steps"])
@@ -176,7 +176,7 @@ def make_space(
         values |= {
             "per_device_eval_batch_size": _eval_batches(effective, description.eval_rows),
             "eval_accumulation_steps": (None, 1, 2, 4, 8, 16, 32) if description.has_metrics else (),
-            "logits": description.reductions if "code" in allow and "logits" in baseline.values else (),
+            "logits": description.reductions if "logits" in baseline.values else (),
         }
     for name, options in narrowed.items():
         values[name] = _narrow(name, options, values)

@@ -79,12 +79,12 @@ def test_candidates_that_failed_otherwise_are_not_said_to_be_out_of_memory():
     assert "1 of the candidates tried ran out" in told([oom(1, BASELINE), crashed])
 
 
-def test_allow_code_is_advised_for_scripts_only():
-    assert "--allow code" in told(evaluation_fails(), SCRIPT)
-    assert "--allow code" not in told(evaluation_fails(), MODEL)
+def test_a_logits_reduction_is_advised_for_scripts_that_were_not_tried_with_one():
+    assert "preprocess_logits_for_metrics" in told(evaluation_fails(), SCRIPT)
+    assert "preprocess_logits_for_metrics" not in told(evaluation_fails(), MODEL)
     reduced = [replace(m, candidate=m.candidate.but(logits="argmax")) for m in evaluation_fails()]
-    assert "--allow code" not in told(reduced, SCRIPT)
-    assert "--allow code" not in told([oom(1, BASELINE)], SCRIPT)
+    assert "preprocess_logits_for_metrics" not in told(reduced, SCRIPT)
+    assert "preprocess_logits_for_metrics" not in told([oom(1, BASELINE)], SCRIPT)
 
 
 @pytest.mark.parametrize("task", [MODEL, SCRIPT])

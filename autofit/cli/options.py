@@ -203,9 +203,8 @@ OPTIONS: list[click.Parameter] = [
             "this is none, and the smaller peak wins. Default: 0.01, that is 1 %."),
     _option("--knob", "knobs", group="search", multiple=True, metavar="NAME=V1,V2", help="Values that a knob may take, "
             "instead of all that can be used here; repeatable. Default: all."),
-    _option("--allow", group="search", multiple=True, type=click.Choice(["training", "code"]), help="What may change "
-            "besides memory and speed; repeatable. training: another optimizer. code: what needs a line of code in your "
-            "script. Default: neither."),
+    _option("--allow", group="search", multiple=True, type=click.Choice(["training"]), help="What may change besides "
+            "memory and speed. training: another optimizer. Default: nothing."),
     _option("--snapshot/--no-snapshot", group="search", default=None, help="Run a script once up to its Trainer and branch "
             "each probe off there, or run it afresh for each. Default: --snapshot on the CPU, --no-snapshot on a GPU."),
     _option("--seed", group="search", type=int, default=0, metavar="N", help="Of made-up rows and of their order. "

@@ -173,7 +173,13 @@ def _evaluation_remedies(
     gathered = int(max(grown, default=0)) or None
     reduced = description.has_logits_reduction or any(m.candidate.get("logits", "full") != "full" for m in history)
     if task.script is not None and description.has_metrics and not reduced:
-        found.append(Remedy("reduce logits before they gather in evaluation: add --allow code", gathered, True))
+        found.append(
+            Remedy(
+                "reduce logits before they gather in evaluation: give the Trainer a preprocess_logits_for_metrics",
+                gathered,
+                True,
+            )
+        )
     if task.model is not None:
         found += _fewer_rows(task.model, gathered)
     batches = [int(m.candidate.get("per_device_eval_batch_size") or 1) for m in failed]

@@ -6,7 +6,7 @@ Everything that cannot work is refused here, in one line with the way out, befor
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -246,7 +246,7 @@ def explain_failure(task: Task, reply: Reply, folder: Path) -> AutofitError:
     return WorkloadError(f"{who} failed before training started ({why})", excerpt)
 
 
-def baseline_of(description: Description, allow: Collection[str] = ()) -> Candidate:
+def baseline_of(description: Description) -> Candidate:
     """The user's own settings as a candidate; knobs that mean nothing for the workload are left out."""
     values = candidate_values(description.resolved)
     if description.attention is not None:
@@ -255,7 +255,7 @@ def baseline_of(description: Description, allow: Collection[str] = ()) -> Candid
         del values["per_device_eval_batch_size"], values["eval_accumulation_steps"]
     elif description.has_metrics and not description.has_logits_reduction:
         values["logits"] = "full"
-    if trades_in_code(description, allow):
+    if trades_in_code(description):
         values["loss"] = "own"
     return Candidate(values)
 
@@ -265,15 +265,13 @@ def space_of(
 ) -> Space:
     """What may vary, from the user's `--knob` and `--allow`. Raises UsageError."""
     for word in allow:
-        if word not in ("training", "code"):
-            raise UsageError(f"--allow {word!r} is not known; use training or code")
+        if word != "training":
+            raise UsageError(f"--allow {word!r} is not known; use training")
     narrowed: dict[str, tuple] = {}
     for text in knobs:
         name, values = parse_knob(text)
         narrowed[name] = (*narrowed.get(name, ()), *values)
-    # A script's own metrics function may receive something else only when the user has said so.
-    allowed = frozenset(allow) | (frozenset({"code"}) if task.script is None else frozenset())
-    return make_space(description, machine, baseline_of(description, allowed), narrowed, allowed)
+    return make_space(description, machine, baseline_of(description), narrowed, frozenset(allow))
 
 
 def check_weights(description: Description, budget: Budget) -> None:

@@ -549,6 +549,7 @@ def test_the_largest_batch_fits_and_twice_of_it_does_not(real, first):
         assert (json.loads(out)["forecasts"][0]["verdict"]["answer"] == "fits") == expected
 
 
+@pytest.mark.long
 def test_all_cards_share_their_shadow_runs_and_a_damaged_one_is_made_again(real, first):
     kept = list((real.base / "cache").rglob("*.npz"))
     assert len(kept) >= 3  # at batches 2 and 3, and the verification's

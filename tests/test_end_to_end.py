@@ -61,6 +61,7 @@ def left_over(run: Path) -> list[int]:
     return found
 
 
+@pytest.mark.long  # test_examples does as much in less; this one is of a model
 def test_one_command_measures_confirms_and_emits(model, tmp_path):
     run = tmp_path / "run"
     process = start(model, run, "--json")

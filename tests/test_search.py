@@ -31,6 +31,9 @@ TASK = Task(model=ModelTask("m", {}, "text-classification", 64, "float32", 1000)
 class MadeUpLauncher:
     """Answers requests from a landscape, as children would; `twist` may spoil an answer."""
 
+    snapshot = None
+    way = "fork"
+
     def __init__(self, landscape: Landscape, twist=lambda request, reply: reply) -> None:
         self.landscape, self.twist, self.requests = landscape, twist, []
 
@@ -86,7 +89,7 @@ def make_search(tmp_path: Path, landscape: Landscape, launcher=None, max_probes:
 
 def decide(search: Search, tmp_path: Path):
     try:
-        return Decision(search, tmp_path / "run", search._description, MACHINE, 0.01).run()
+        return Decision(search, tmp_path / "run", search._description, MACHINE, 0.01, search._task).run()
     finally:
         search.close()
         search._directory.close()

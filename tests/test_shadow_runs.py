@@ -454,7 +454,10 @@ def test_rows_of_other_lengths_bring_a_mask_from_the_batch_on_that_holds_them(wa
     assert shadows.family(padded).at(3).live_bytes.max() > shadows.family(full).at(3).live_bytes.max()
 
 
-@pytest.mark.parametrize("precision", ["bf16=True", "fp16=True", "tf32=True"])
+@pytest.mark.parametrize(
+    "precision",
+    ["fp16=True", *(pytest.param(p, marks=pytest.mark.long) for p in ("bf16=True", "tf32=True"))],
+)
 def test_a_script_that_asks_for_a_gpus_precision_is_predicted_without_one(warm, script, tmp_path, precision):
     source = SCRIPT.replace("EXTRA", "pass").replace('"out",', f'"out", {precision},')
     task = script(textwrap.dedent(source))

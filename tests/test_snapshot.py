@@ -450,7 +450,9 @@ def test_a_candidate_measures_alike_whatever_was_measured_before_it(measured):
     assert len({live_bytes(probes[0]) for probes in measured.values()}) == 3
 
 
-@pytest.mark.parametrize("name", CANDIDATES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name != "C" else name for name in CANDIDATES]
+)
 def test_a_fresh_interpreter_measures_as_a_fork_of_the_snapshot(large, measured, name):
     fresh = ran(large.probe(CANDIDATES[name], how="fresh"), "fresh")
     assert live_bytes(fresh) == live_bytes(measured[name][0])
@@ -556,6 +558,7 @@ def test_thirty_forks_of_a_process_that_has_used_its_threads_all_train(machine, 
         assert standing.noted("runs").count("once") >= 1
 
 
+@pytest.mark.long  # it waits for its time limit
 def test_without_the_pause_a_fork_hangs_and_is_ended_in_time(machine, tmp_path):
     """What the pause is for: where this does not fail any more, it is not needed, or the test above shows nothing."""
     with Standing(tmp_path, machine, POOLS, make=TwoThreadLauncher) as standing:

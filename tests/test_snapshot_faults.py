@@ -173,7 +173,9 @@ def test_a_helper_of_the_script_lives_as_long_as_the_snapshot_and_a_probes_own_d
     assert ran(stands.probe(), "fork", "fresh")
 
 
-@pytest.mark.parametrize("places", [(OUTER,), (INNER,), (OUTER, INNER)])
+@pytest.mark.parametrize(
+    "places", [(OUTER, INNER), *(pytest.param(p, marks=pytest.mark.long) for p in ((OUTER,), (INNER,)))]
+)
 def test_a_snapshot_that_was_killed_between_probes_costs_no_probe(stands, places):
     for place in places:
         os.kill(stands.template[place], signal.SIGKILL)
@@ -232,6 +234,7 @@ def test_a_server_that_was_killed_is_replaced_and_the_snapshot_taken_again(stand
     assert running(left) == []
 
 
+@pytest.mark.long
 def test_a_server_that_dies_with_a_probe_is_told_and_replaced(stands):
     left = []
 
@@ -322,7 +325,9 @@ def train():
 """
 
 
-@pytest.mark.parametrize("why", UNSAFE)
+@pytest.mark.parametrize(
+    "why", [w if "distributed" in w or "reader" in w else pytest.param(w, marks=pytest.mark.long) for w in UNSAFE]
+)
 def test_a_script_that_is_not_safe_to_fork_is_described_all_the_same_and_not_run_twice(machine, tmp_path, why):
     with Standing(tmp_path, machine, TRAINING + TRAIN + textwrap.dedent(UNSAFE[why])) as standing:
         described = standing.describe(check_snapshot=False)

@@ -1,15 +1,18 @@
 """A user's command as Python itself would run it: argv, `sys.path` and `__main__` as a script or a module expects them.
 
-Traceback frames that lie above the script's own are the caller's to hide.
+What the script raises is shown from its own frames on (`own_traceback`).
 """
 
 import importlib.machinery
 import os
 import runpy
 import sys
+import traceback
 import types
 from collections.abc import Sequence
 from pathlib import Path
+
+_AUTOFIT = os.path.join(Path(__file__).parents[1], "")
 
 
 def run_as_main(command: Sequence[str]) -> None:
@@ -51,3 +54,13 @@ def _run_script(path: str) -> None:
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
     source = Path(path).read_bytes()
     exec(compile(source, path, "exec", dont_inherit=True), vars(main))  # noqa: S102 - it is the user's own script, run at their request
+
+
+def own_traceback(error: BaseException) -> str:
+    """The traceback of `error` without autofit's frames above the script's; whole where it never left autofit."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(_AUTOFIT):
+        frame = frame.tb_next
+    if frame is None and not isinstance(error, SyntaxError):  # that one says by itself which file it is about
+        frame = error.__traceback__
+    return "".join(traceback.TracebackException(type(error), error, frame).format())

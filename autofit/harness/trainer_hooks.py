@@ -21,6 +21,7 @@ from autofit.failure import classify_exception, exception_chain
 from autofit.harness.candidate_arguments import CandidateArguments
 from autofit.harness.device_meter import BudgetBelowWeightsError, DeviceMeter
 from autofit.harness.given_arguments import json_value
+from autofit.harness.main_module import own_traceback
 from autofit.harness.recorder import Recorder
 from autofit.harness.rules import InvalidProbe
 from autofit.harness.take_hold import when_imported
@@ -379,7 +380,7 @@ class Harness:
         with contextlib.suppress(OSError, ValueError):  # the script has closed it, or it does not take every character
             print(text, file=sys.stderr, flush=True)
         message = next((line for line in _chain(error)[0][1].splitlines() if line.strip()), kind)
-        text, message = (redact_text(part, os.environ) for part in (text, message))
+        text, message = (redact_text(part, os.environ) for part in (own_traceback(error), message))
         failure = Failure(phase, step, kind, message[:500], text[-20_000:])
         try:
             reply = self._reply(outcome, trainer=trainer, failure=failure)

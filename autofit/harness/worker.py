@@ -4,18 +4,19 @@
 The same code runs in both.
 """
 
+import contextlib
 import dataclasses
 import faulthandler
 import os
 import signal
+import sys
 import threading
-import traceback
 from pathlib import Path
 from typing import NoReturn
 
 from autofit import codec
 from autofit.harness.device_meter import DeviceMeter, make_meter
-from autofit.harness.main_module import run_as_main
+from autofit.harness.main_module import own_traceback, run_as_main
 from autofit.harness.recorder import Recorder
 from autofit.harness.template import Template
 from autofit.harness.trainer_hooks import Harness
@@ -50,11 +51,14 @@ def run(folder: str, descriptors: dict[str, int] | None = None) -> NoReturn:
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join()
     except SystemExit as error:
-        _ended(
-            harness,
-            f"the script exited with {error.code!r} before it trained",
-            "".join(traceback.format_exception(error)),
-        )
+        code = 0 if error.code is None else error.code
+        if isinstance(code, int):  # what the script said, as a parser of arguments does, is in its output
+            with contextlib.suppress(OSError, ValueError):  # the script has closed it
+                print(own_traceback(error), file=sys.stderr, flush=True)
+            text = ""
+        else:
+            text = own_traceback(error)
+        _ended(harness, f"the script exited with {code!r} before it trained", text, advise=code == 0)
     except BaseException as error:  # noqa: BLE001 - reported as the workload's own failure
         harness.fail(error)
     _ended(harness, "the script ended without calling Trainer.train()", "")
@@ -93,9 +97,14 @@ def _run_workload(request: Request) -> None:
         run_as_main(request.task.script.command)
 
 
-def _ended(harness: Harness, message: str, text: str) -> NoReturn:
+def _ended(harness: Harness, message: str, text: str, advise: bool = True) -> NoReturn:
+    """`advise`: the script ended well, so that the message says what autofit needs."""
     kind = "no_training" if harness.trainer_seen else "no_trainer"
-    if not harness.trainer_seen:
-        message += " and without making a Trainer"
+    if advise and harness.trainer_seen:
+        message += "; one that trains only when told to (as by --do_train) has to be told so in its command"
+    elif advise:
+        message += (
+            " and without making a Trainer; autofit needs a script that trains by the train() of a transformers Trainer"
+        )
     failure = Failure(harness.recorder.phase, None, kind, message, redact_text(text, os.environ))
     harness.recorder.finish(Reply(Outcome.CRASHED, failure=failure))

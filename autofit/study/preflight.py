@@ -233,12 +233,12 @@ def explain_failure(task: Task, reply: Reply, folder: Path) -> AutofitError:
     who = "the script" if task.script else "the model"
     environment = {**os.environ, **(task.script.environment if task.script else {})}
     excerpt = failure.traceback or redact_text(log_tail(folder), environment)
-    if failure.kind in ("no_trainer", "own_loop"):
+    if failure.kind == "own_loop":
         return WorkloadError(
             f"{failure.message}; autofit needs a script that trains by the train() of a transformers Trainer",
             excerpt,
         )
-    if failure.kind == "no_training":
+    if failure.kind in ("no_trainer", "no_training"):
         return WorkloadError(f"{failure.message}; its whole output is in {folder}", excerpt)
     why = failure.message if failure.kind in failure.message else f"{failure.kind}: {failure.message}"
     if reply.outcome in (Outcome.TIMEOUT, Outcome.KILLED):

@@ -50,8 +50,9 @@ demo: $(STAMP)
 	@$(if $(READY),echo "install: 0 s",true)
 	OMP_NUM_THREADS=1 $(VENV)/bin/autofit search $(DEMO_OPTIONS) -- $(DEMO_COMMAND)
 
+# Two at a time, a file as a whole: most of a test is waiting for children.
 test: $(STAMP)
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2 --dist loadfile
 
 test-long: $(STAMP)
 	$(RUN) -m pytest -m long --timeout 1200

@@ -233,10 +233,7 @@ class Launcher(Connection):
         place = self._place(request) if how == "snapshot" else None
         if how == "snapshot" and place is None:
             how = self.fallback
-        if how == "fork" and (options or not (self._trusted or trusted)):
-            how = "fresh"
-        if how == "fork":
-            self._warm_for_forks()
+        how = self._safe(how, options, trusted)
         began = time.monotonic()
         used_before, kills_before = self._used_bytes(), oom_kills()
         watch = Watch(self, self._on_progress, folder, time_limit, host_budget, began)
@@ -245,12 +242,13 @@ class Launcher(Connection):
                 self._order(do="start", how=how, place=place, folder=str(folder), options=list(options))
                 code, left = watch.until_end()
                 if watch.refused is not None:  # the snapshot is no more
-                    how, place, self.snapshot, watch.refused = "fresh", None, None, None
+                    self.snapshot, watch.refused = None, None
+                    how, place = self._safe(self.fallback, options, trusted), None
                     continue
                 if code is not None or watch.started:
                     break  # else the server was dying when it was told, which is nothing that the probe did
                 if how == "snapshot":
-                    how, place = "fresh", None
+                    how, place = self._safe(self.fallback, options, trusted), None
         except BaseException:  # Ctrl-C: the child must not outlive its probe, nor its end be taken for the next one's
             self.close()
             raise
@@ -286,6 +284,15 @@ class Launcher(Connection):
         _check_echo(reply, request, expected)
         cut_logs(folder)
         return Ended(reply, time.monotonic() - began, watch.host_peak, how, left)
+
+    def _safe(self, how: str, options: tuple[str, ...], trusted: bool) -> str:
+        """`how`, or `fresh` in place of a fork of the server that would not be safe."""
+        if how != "fork":
+            return how
+        if options or not (self._trusted or trusted):
+            return "fresh"
+        self._warm_for_forks()
+        return "fork"
 
     def _lay_out(self, request: Request) -> tuple[Request, Request]:
         """The folder with the request in it, for the child and as it may stay on disk."""

@@ -19,14 +19,18 @@ class Snapshot:
 
     def place_for(self, request: Request) -> str | None:
         """Where the probe of `request` has to branch off, so that nobody has read what it changes; None: nowhere."""
-        known = self.resolved or {}
-        missing = object()
-        changed = {name for name, value in request.arguments.items() if known.get(name, missing) != value}
+        changed = self.changed(request)
         if changed & _with_aliases(self.read_by_script):
             return None
         if not self.has_inner or changed & _with_aliases(self.read_by_trainer):
             return OUTER
         return INNER
+
+    def changed(self, request: Request) -> set[str]:
+        """Fields that `request` sets to something else than was read."""
+        known = self.resolved or {}
+        missing = object()
+        return {name for name, value in request.arguments.items() if known.get(name, missing) != value}
 
 
 def _with_aliases(names: frozenset[str]) -> set[str]:

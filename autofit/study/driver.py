@@ -101,6 +101,7 @@ class Search:
         self._mirror = Mirror(directory.path / "study.db", space, self.history(), budget, listener.said)
         self._repeats = 0
         self._said_limit = False
+        self._said_read: set[str] = set()  # fields of which it was told that changing them costs a fresh start
         for m in self.history():
             self._predictor.learn(m)
         largest = max((int(b) for b in space.values.get("per_device_eval_batch_size", (0,))), default=0)
@@ -195,7 +196,10 @@ class Search:
         found = [m for m in self._directory.measurements if m.purpose == CANARY and m.device == self._machine.key]
         if not found and forked.start == "snapshot":
             why = "the same settings afresh, beside which the snapshot has to measure alike"
-            found = [self._probe(self.space.baseline, CANARY, why, True, False, False, "fresh", None)]
+            for _ in range(2):  # once more where somebody else used the machine: it stands for the whole search
+                found = [self._probe(self.space.baseline, CANARY, why, True, False, False, "fresh", None)]
+                if found[0].outcome is not Outcome.CONTAMINATED or self.out_of_time():
+                    break
         if not found:
             return
         difference = difference_of(forked, found[-1])
@@ -414,6 +418,7 @@ class Search:
             options=self._task.script.interpreter_options if self._task.script else (),
             expected=arguments,
         )
+        self._say_why_afresh(request, how, ended.how)
         measurement = measurement_of(ended, request, candidate, purpose, self._budget, self._machine)
         self._keep_prediction(candidate)
         if measurement.failure is not None and any(sign in measurement.failure.message for sign in DISK_FULL):
@@ -427,6 +432,19 @@ class Search:
         self._keep_provisional(measurement)
         self._listener.probe_ended(measurement, self._best_so_far())
         return measurement
+
+    def _say_why_afresh(self, request: Request, asked: str, how: str) -> None:
+        """Tell once for each field why probes that change it cannot branch off the snapshot."""
+        snapshot = self._launcher.snapshot
+        if asked != "snapshot" or how == "snapshot" or snapshot is None:
+            return
+        fields = sorted(snapshot.changed(request) & snapshot.read_by_script)
+        if fields and not set(fields) <= self._said_read:
+            self._said_read |= set(fields)
+            self.say(
+                f"the script reads {', '.join(fields)} before it makes its Trainer, so probes that change it run the script "
+                "from its start"
+            )
 
     def _keep_prediction(self, candidate: Candidate) -> None:
         """What was predicted of a candidate goes to the journal beside what is measured of it."""

@@ -174,6 +174,8 @@ def describe(
             launcher.warm((*FIRST_IMPORTS, *description.modules))
     for note in description.notes:
         say(note)
+    if shadow is None and not description.can_checkpoint:
+        say(f"activation checkpointing is not tried: {description.model_class} does not support it")
     check = description.accumulation
     if check is not None and not check.holds:
         own = description.resolved
@@ -194,7 +196,9 @@ def _describe_script(
         ended, why = _fresh_folder(
             Path(standing.folder), launcher.take_snapshot, standing, time_limit=DESCRIBE_SECONDS, options=options
         )
-    if ended is None:
+    if ended is not None:
+        folder = Path(standing.folder)  # it never came to its Trainer, and what it said is there
+    else:
         how = "fresh" if launcher.snapshot is None else "snapshot"
         ended = _fresh_folder(folder, launcher.probe, request, how=how, time_limit=DESCRIBE_SECONDS, options=options)
     description = _described(task, ended.reply, folder)

@@ -39,7 +39,11 @@ def changed_arguments(candidate: Candidate, description: Description, device: st
     tuned = arguments_of(candidate, description.fields, device, description.resolved)
     if description.resolved.get("auto_find_batch_size"):
         tuned["auto_find_batch_size"] = False
-    return {name: value for name, value in tuned.items() if value != description.resolved.get(name)}
+    changed = {name: value for name, value in tuned.items() if value != description.resolved.get(name)}
+    if not changed.get("bf16"):  # which is refused on a CPU that is not asked for; else the training is there anyway
+        for name in ("use_cpu", *ALIASES["use_cpu"]):
+            changed.pop(name, None)
+    return changed
 
 
 def own_settings_of(

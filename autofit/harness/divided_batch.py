@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import SequentialSampler
 
-from autofit.harness.phases import pick_training_set
+from autofit.harness.phases import has_own_train_loader, pick_training_set
 from autofit.harness.row_sample import sample_rows
 from autofit.harness.row_sizes import Reader
 from autofit.harness.rows import subset
@@ -48,6 +48,13 @@ def make_divided_batch(trainer: Any, count: int) -> DividedBatch:
     if trainer.train_dataset is None:
         raise IndivisibleBatch("the Trainer has no train_dataset to take rows from")
     dataset = pick_training_set(trainer, [])
+    if has_own_train_loader(trainer):
+        # It may weigh or sort the whole data set, so it is asked for a batch of that before it is given a few rows.
+        with contextlib.suppress(IndivisibleBatch):
+            batch = next(_collate(trainer, trainer.train_dataset, CANDIDATES, most=1), None)
+            labels, divided = _split(batch, CANDIDATES, count)
+            if labels:
+                return divided
     if not len(dataset):
         raise IndivisibleBatch("the training set has no rows")
     best: tuple[int, DividedBatch] | None = None
@@ -75,12 +82,8 @@ def _rows_by_size(trainer: Any, dataset: Any, count: int) -> Iterator[list[int]]
 def _divide(trainer: Any, dataset: Any, indices: list[int], count: int) -> tuple[int, DividedBatch]:
     """The batch, and whether every chosen row has labels (more than 0)."""
     read = _read(trainer, dataset, indices)
-    batch = next(_collate(trainer, read, len(read)), None)
     try:
-        keys = _label_counts(batch, len(read))
-        chosen = deal(keys, count // PARTS)
-        whole = take_rows(batch, len(read), [i for part in chosen for i in part])
-        parts = tuple(take_rows(batch, len(read), part) for part in chosen)
+        return _split(next(_collate(trainer, read, len(read)), None), len(read), count)
     except IndivisibleBatch:
         alone = [next(_collate(trainer, _read(trainer, dataset, [index]), 1), None) for index in indices]
         keys = [sum(_label_counts(one, None)) for one in alone]
@@ -89,16 +92,27 @@ def _divide(trainer: Any, dataset: Any, indices: list[int], count: int) -> tuple
     return min(keys[i] for part in chosen for i in part), DividedBatch((whole,), tuple(parts), count)
 
 
+def _split(batch: Any, rows: int, count: int) -> tuple[int, DividedBatch]:
+    """`count` of the `rows` rows of a collated batch, as `_divide` gives them. Raises IndivisibleBatch."""
+    if batch is None:
+        raise IndivisibleBatch("its training loader makes no batch")
+    keys = _label_counts(batch, rows)
+    chosen = deal(keys, count // PARTS)
+    whole = take_rows(batch, rows, [i for part in chosen for i in part])
+    parts = tuple(take_rows(batch, rows, part) for part in chosen)
+    return min(keys[i] for part in chosen for i in part), DividedBatch((whole,), parts, count)
+
+
 def _read(trainer: Any, dataset: Any, indices: list[int]) -> Any:
     """These rows as a data set. A list, so that a row that is augmented at random is drawn once, unless the script has
     a loader of its own, which may ask its data set for more than rows."""
-    if not type(trainer).get_train_dataloader.__module__.startswith("transformers."):
+    if has_own_train_loader(trainer):
         return subset(dataset, indices)
     return [dataset[index] for index in indices]
 
 
-def _collate(trainer: Any, read: Any, batch: int, seed: int = 0) -> Iterator[Any]:
-    """Batches of `batch` rows as the Trainer's own loader makes them."""
+def _collate(trainer: Any, read: Any, batch: int, seed: int = 0, most: int | None = None) -> Iterator[Any]:
+    """Batches of `batch` rows as the Trainer's own loader makes them; `most`: no more than so many."""
     settings = {
         "per_device_train_batch_size": batch,
         "dataloader_num_workers": 0,
@@ -111,7 +125,8 @@ def _collate(trainer: Any, read: Any, batch: int, seed: int = 0) -> Iterator[Any
         trainer.train_dataset, trainer._train_batch_size = read, batch
         trainer._get_train_sampler = lambda *_: SequentialSampler(read)
         # One more than there should be, so that a loader of the script's own that makes others is noticed.
-        batches = list(itertools.islice(trainer.get_train_dataloader(), len(read) // batch + 1))
+        most = len(read) // batch + 1 if most is None else most
+        batches = list(itertools.islice(trainer.get_train_dataloader(), most))
     return iter(batches)
 
 

@@ -13,11 +13,19 @@ from autofit.records import Candidate, Choice, Description, Machine, Measurement
 from autofit.selection import Scored, beats, score, usable
 from autofit.study.confirmation import choice_of
 from autofit.study.driver import Search
+from autofit.study.judgement import EVALUATION
 
 BEST, WITH_CODE = "best", "best-with-code"
 MOST_FALLBACKS = 3  # winners that may fail their confirmation before the search gives up
 TRAIN_FALLBACKS = 3  # training settings on top of which evaluation is tried
 EVAL_NOISE = 0.05  # a timed evaluation is one to three passes, too few for a spread
+# Phase of a failure -> where it was; the others are steps of the training.
+PLACES = {
+    "load": "before the first step",
+    "evaluate": "in evaluation",
+    "metrics": "in computing the metrics",
+    "save": "in saving a checkpoint",
+}
 UNMENDABLE = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.INVALID)
 
 
@@ -61,6 +69,7 @@ class Decision:
             shutil.rmtree(self._folder / BEST, ignore_errors=True)
         if best is None and with_code is None:
             self._check_confirmations()
+            self._check_evaluation()
         return best, with_code
 
     def _settle(self, in_code: bool) -> Candidate | None:
@@ -84,7 +93,8 @@ class Decision:
         )
 
     def _workload_error(self, what: str, m: Measurement, more: str = "") -> WorkloadError:
-        where = f"in step {m.failure.step}" if m.failure.step else f"in {m.failure.phase}"
+        step = f"in step {m.failure.step}" if m.failure.step else f"in {m.failure.phase}"
+        where = PLACES.get(m.failure.phase, step)
         return WorkloadError(
             f"{what} {where} ({m.failure.kind}: {m.failure.message}){more}; "
             f"the whole output is in {self._folder / 'probes' / m.probe}",
@@ -96,6 +106,14 @@ class Decision:
         failed = [m for m in self._search.history() if m.purpose.startswith("confirm") and m.failure is not None]
         if failed and all(m.outcome in UNMENDABLE for m in failed):
             raise self._workload_error("the search found settings that fit, but whole runs fail", failed[-1])
+
+    def _check_evaluation(self) -> None:
+        """Where the user's own evaluation fails for another reason than memory and none got through, that is the answer."""
+        m = self._search.baseline_measurement()
+        if m is None or m.outcome not in UNMENDABLE or m.failure.phase not in EVALUATION:
+            return
+        if not any(x.eval_speed is not None for x in usable(self._search.history())):
+            raise self._workload_error("your own settings train, and fail", m)
 
     def _confirm(self, name: str, candidate: Candidate | None, in_code: bool) -> Choice | None:
         """Confirm `candidate` from draft files, then the next best ones; what is confirmed becomes folder `name`."""
@@ -143,7 +161,7 @@ class Decision:
 
     def _failed_in_evaluation(self, candidate: Candidate) -> bool:
         failures = [m.failure for m in self._search.history() if m.purpose == "confirm" and m.candidate == candidate]
-        return bool(failures) and failures[-1] is not None and failures[-1].phase in ("evaluate", "metrics")
+        return bool(failures) and failures[-1] is not None and failures[-1].phase in EVALUATION
 
     def _emit(self, folder: Path, candidate: Candidate) -> None:
         try:

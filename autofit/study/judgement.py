@@ -18,6 +18,7 @@ DELAY_SHARE = 0.05  # of wall time that threads waited for a processor; above it
 ALIKE_PEAKS = 0.05
 ALIKE_BYTES = 16 * 2**20  # what malloc keeps differs by so much over equal processes: 148 to 163 MiB in eight runs
 ALIKE_SPEEDS = 1.5
+EVALUATION = ("evaluate", "metrics")  # phases of failures that say nothing against the training before them
 LEAST_STEPS = 3  # applied optimizer steps, without which a probe is no fit: optimizer state appears after the first
 
 
@@ -67,11 +68,13 @@ def difference_of(forked: Measurement, fresh: Measurement) -> str | None:
     """In what a probe from a snapshot differs from one of the same settings that started afresh; None where they agree.
 
     Resident peaks of equal processes differ by 3 % (measured over forks and fresh starts), so 5 % are let be; steps by
-    far more on a busy machine, so the fastest windows are compared, and only those that nobody disturbed.
+    far more on a busy machine, so the fastest windows are compared, and only those that nobody disturbed. The fresh one
+    makes no evaluation, so one that failed is no difference.
     """
     if fresh.outcome not in SPEED_KNOWN and forked.outcome not in SPEED_KNOWN:
         return None
-    if (fresh.outcome in SPEED_KNOWN) != (forked.outcome in SPEED_KNOWN):
+    trained_only = forked.failure is not None and forked.failure.phase in EVALUATION
+    if not trained_only and (fresh.outcome in SPEED_KNOWN) != (forked.outcome in SPEED_KNOWN):
         near = Outcome.OVER_BUDGET, Outcome.DEVICE_OOM
         if forked.outcome in near or fresh.outcome in near:
             return None  # at the budget's edge either may come out

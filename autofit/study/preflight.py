@@ -247,7 +247,8 @@ def explain_failure(task: Task, reply: Reply, folder: Path) -> AutofitError:
     why = failure.message if failure.kind in failure.message else f"{failure.kind}: {failure.message}"
     if reply.outcome in (Outcome.TIMEOUT, Outcome.KILLED):
         why = f"{reply.outcome.value}: {failure.message}"
-    return WorkloadError(f"{who} failed before training started ({why})", excerpt)
+    where = "in the first steps of its training" if failure.phase == "accumulation" else "before training started"
+    return WorkloadError(f"{who} failed {where} ({why})", excerpt)
 
 
 def baseline_of(description: Description) -> Candidate:

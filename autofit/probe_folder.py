@@ -60,18 +60,19 @@ def log_tail(folder: Path, size: int = 4000) -> str:
 
 
 def bound_logs(folder: Path) -> None:
-    """Keep what a child writes without end from filling the disk; its end is kept when the child has ended."""
-    for path in (folder / "stdout.log", folder / "stderr.log"):
-        with contextlib.suppress(OSError):
-            if path.stat().st_size > 4 * LOG_BYTES:
-                os.truncate(path, LOG_BYTES // 2)  # the child appends, so it goes on from there
+    """Keep what a child writes without end from filling the disk. It appends, so it goes on behind what is left."""
+    _cut_logs(folder, 4 * LOG_BYTES)
 
 
 def cut_logs(folder: Path) -> None:
     """Keep the head and the tail of a log that a child has flooded."""
+    _cut_logs(folder, LOG_BYTES)
+
+
+def _cut_logs(folder: Path, most: int) -> None:
     for path in (folder / "stdout.log", folder / "stderr.log"):
         with contextlib.suppress(OSError):
-            if path.stat().st_size > LOG_BYTES:
+            if path.stat().st_size > most:
                 with open(path, "r+b") as file:
                     head = file.read(LOG_BYTES // 2)
                     file.seek(-LOG_BYTES // 2, os.SEEK_END)

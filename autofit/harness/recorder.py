@@ -35,11 +35,14 @@ class Recorder:
         self._progress.write(json.dumps(line) + "\n")
 
     def reply(self, reply: Reply) -> None:
-        """Write the reply once; later calls are ignored, so that the first explanation stands."""
-        if self.replied:
+        """Write the reply once; later calls are ignored, so that the first explanation stands.
+
+        Also one by a process that the script has forked to train in: nothing that its parent says comes after it.
+        """
+        target = self._folder / "reply.json"
+        if self.replied or target.exists():
             return
         self.replied = True
-        target = self._folder / "reply.json"
         draft = self._folder / "reply.json.part"
         with open(draft, "wb") as file:
             file.write(codec.encode(reply))

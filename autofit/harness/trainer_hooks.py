@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from autofit.errors import UsageError
 from autofit.failure import classify_exception, exception_chain
 from autofit.harness.candidate_arguments import CandidateArguments
 from autofit.harness.device_meter import BudgetBelowWeightsError, DeviceMeter
@@ -140,6 +141,10 @@ class Harness:
 
     def _construct(self, module: Any, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.trainer_seen = True
+        if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+            self.fail(
+                UsageError(f"the script trains in {os.environ['WORLD_SIZE']} processes; autofit searches with one")
+            )
         if self._template is not None and not self._stopped_outside:
             self._stopped_outside = True
             # What a trainer of transformers' own prepares before the base class does is nothing.
@@ -380,7 +385,9 @@ class Harness:
         with contextlib.suppress(OSError, ValueError):  # the script has closed it, or it does not take every character
             print(text, file=sys.stderr, flush=True)
         message = next((line for line in _chain(error)[0][1].splitlines() if line.strip()), kind)
-        text, message = (redact_text(part, os.environ) for part in (own_traceback(error), message))
+        # What a rule of autofit's has found says all by itself; no frame of it is the script's.
+        text = "" if isinstance(error, InvalidProbe) else own_traceback(error)
+        text, message = (redact_text(part, os.environ) for part in (text, message))
         failure = Failure(phase, step, kind, message[:500], text[-20_000:])
         try:
             reply = self._reply(outcome, trainer=trainer, failure=failure)

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import os
+import resource
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ from autofit.workloads.redaction import redact_text
 from autofit.workloads.script_task import redact
 
 REQUEST_FILE = "request.json"
+OWN_PROCESSES_SECONDS = 2.0  # of processor time: torch alone takes as long to be imported
 
 
 def run(folder: str, descriptors: dict[str, int] | None = None) -> NoReturn:
@@ -106,5 +108,7 @@ def _ended(harness: Harness, message: str, text: str, advise: bool = True) -> No
         message += (
             " and without making a Trainer; autofit needs a script that trains by the train() of a transformers Trainer"
         )
+        if resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime > OWN_PROCESSES_SECONDS:
+            message += ", in its own process and not in one that it starts"
     failure = Failure(harness.recorder.phase, None, kind, message, redact_text(text, os.environ))
     harness.recorder.finish(Reply(Outcome.CRASHED, failure=failure))

@@ -228,7 +228,7 @@ def test_metrics_batch_by_batch(tmp_path: Any, ledger: SmallLedger) -> None:
 
 def test_the_accumulation_log_still_counts(tmp_path: Any, ledger: SmallLedger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.trainer, "EvalLoopContainer", EvalLoopContainer)  # restored afterwards
-    log = AccumulationLog()
+    log = AccumulationLog(BATCH)
     log.install(transformers.trainer)
     assert evaluate(tmp_path, ledger, accuracy)["eval_accuracy"] == 1.0
     assert log.bytes_per_row == {"losses": 4, "predictions": LENGTH * CLASSES * 4, "labels": LENGTH * 8}

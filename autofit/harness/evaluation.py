@@ -18,8 +18,9 @@ OUTPUTS = ("losses", "predictions", "labels", "inputs")
 class AccumulationLog:
     """Counts bytes per row of everything that the evaluation loop stores, by standing in for its container class."""
 
-    def __init__(self) -> None:
-        self._made = 0
+    def __init__(self, batch: int) -> None:
+        """`batch`: rows of one step. Where a row is laid out as two (pairs), both are its own."""
+        self._made, self._batch = 0, batch
         self.bytes_per_row: dict[str, float] = {}  # as the device holds them
         self.host_bytes_per_row: dict[str, float] = {}  # as NumPy holds them
 
@@ -47,7 +48,7 @@ class AccumulationLog:
             host_size += tensor.numel() * (4 if str(tensor.dtype) == "torch.bfloat16" else tensor.element_size())
         if rows:
             for known, value in ((self.bytes_per_row, size), (self.host_bytes_per_row, host_size)):
-                known[output] = max(known.get(output, 0.0), value / rows)
+                known[output] = max(known.get(output, 0.0), value / min(rows, self._batch))
 
 
 def project(

@@ -67,7 +67,7 @@ class Phases(TrainerCallback):
         self._first_prediction_peak: int | None = None
         self._command = STEP
         self._step_began = 0.0
-        self._accumulated = AccumulationLog()
+        self._accumulated = AccumulationLog(trainer.args.eval_batch_size)
         self._sampler: rows.BlockSampler | None = None
         self._uniform = False
         self._generator = self._schedule_steps()

@@ -69,7 +69,7 @@ def describe(
         dtypes=dtypes,
         attention=attention,
         attentions=_attentions(_base(model), attention),
-        can_checkpoint=bool(getattr(_base(model), "supports_gradient_checkpointing", False)),
+        can_checkpoint=_can_checkpoint(_base(model)),
         has_metrics=has_metrics,
         has_logits_reduction=own_reduction,
         reductions=("full", *REDUCTIONS) if has_metrics and not own_reduction else (),
@@ -91,6 +91,14 @@ def describe(
 
 def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _can_checkpoint(model: Any) -> bool:
+    """Whether the Trainer can turn it on: a model says so, or passes it on to models inside (sentence-transformers)."""
+    says = getattr(model, "supports_gradient_checkpointing", None)
+    if says is not None or not hasattr(model, "gradient_checkpointing_enable"):
+        return bool(says)
+    return any(getattr(module, "supports_gradient_checkpointing", False) for module in model.modules())
 
 
 def _attentions(model: Any, current: str | None) -> tuple[str, ...]:

@@ -211,10 +211,8 @@ def _describe_script(
             "the script stands at its Trainer: each probe is a fork of it, so that its data and weights are loaded once"
         )
     else:
-        way = (
-            "branches off a process that has imported its libraries" if launcher.fallback == "fork" else "starts afresh"
-        )
-        say(f"every probe runs the script from its start and {way}: {why}")
+        process = ", in a process that has imported its libraries" if launcher.fallback == "fork" else ""
+        say(f"every probe runs the script from its start{process}: {why}")
     return description
 
 

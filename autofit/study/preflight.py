@@ -157,6 +157,7 @@ def describe(
     A script then stands at its Trainer for the probes to branch off, where that is safe. `snapshot`: whether to; None where
     there is no GPU only, since nobody has tried it on one. Raises UsageError or WorkloadError where it does not get there.
     """
+    launcher.drop_snapshot()  # of whatever it has served before
     schedule = Schedule(describe_only=True, check_accumulation=shadow is None and task.script is not None)
     request = Request("describe", str(folder), task, machine.device, schedule, shadow=shadow)
     if task.script is not None:

@@ -304,6 +304,20 @@ def test_a_yaml_of_the_users_is_edited_in_its_own_words_where_flags_are_mixed_wi
     assert place.ran_with("yaml-out")["learning_rate"] == 1e-3
 
 
+@pytest.mark.long
+def test_a_script_that_fails_is_shown_by_its_own_frames_alone(place):
+    """Its parser and the constructor of its arguments are listened to; neither is where it failed."""
+    command = ("python", *of_script("dpo", "preferences", "never", load_best_model_at_end=True))
+    words = (sys.executable, "-m", "autofit", "search", "--device", "cpu", "--out", "run-failing", "--", *command)
+    done = subprocess.run(
+        words, cwd=place.folder, env=place.environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode not in (0, 1), done.stderr
+    assert "the script failed before training started (ValueError: --load_best_model_at_end requires" in done.stderr
+    assert "dpo.py" in done.stderr and "_hf_argparser.py" in done.stderr
+    assert os.path.join("autofit", "harness") not in done.stderr
+
+
 # ---- other people's trainers ----
 
 EMBEDDINGS = """

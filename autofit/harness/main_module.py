@@ -57,10 +57,16 @@ def _run_script(path: str) -> None:
 
 
 def own_traceback(error: BaseException) -> str:
-    """The traceback of `error` without autofit's frames above the script's; whole where it never left autofit."""
+    """The traceback of `error` without autofit's frames above and between others; whole where it never left autofit."""
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith(_AUTOFIT):
         frame = frame.tb_next
     if frame is None and not isinstance(error, SyntaxError):  # that one says by itself which file it is about
         frame = error.__traceback__
-    return "".join(traceback.TracebackException(type(error), error, frame).format())
+    shown = told = traceback.TracebackException(type(error), error, frame)
+    while told is not None:  # the error and those behind it
+        if told.stack and not told.stack[-1].filename.startswith(_AUTOFIT):  # what passes calls on is no place of it
+            kept = [place for place in told.stack if not place.filename.startswith(_AUTOFIT)]
+            told.stack = traceback.StackSummary.from_list(kept)
+        told = told.__cause__ or told.__context__
+    return "".join(shown.format())

@@ -198,7 +198,10 @@ class Search:
             why = "the same settings afresh, beside which the snapshot has to measure alike"
             for _ in range(2):  # once more where somebody else used the machine: it stands for the whole search
                 found = [self._probe(self.space.baseline, CANARY, why, True, False, False, "fresh", None)]
-                if found[0].outcome not in (Outcome.CONTAMINATED, Outcome.CRASHED, Outcome.KILLED) or self.out_of_time():
+                if (
+                    found[0].outcome not in (Outcome.CONTAMINATED, Outcome.CRASHED, Outcome.KILLED)
+                    or self.out_of_time()
+                ):
                     break
         if not found:
             return

@@ -262,7 +262,8 @@ def check_ran(place: Place, output: str, found: dict[str, Any], steps: int) -> N
 def test_a_script_of_trl_is_searched_and_its_answer_trains(place, name):
     command, output = RUNS[name], f"{name}-out"
     done = place.search(f"run-{name}", *command)
-    assert "the script stands at its Trainer" in done.stdout + done.stderr
+    if name != "sft-torchrun":  # it initialises torch.distributed, so that every probe starts afresh
+        assert "the script stands at its Trainer" in done.stdout + done.stderr
     found = check_found(place, f"run-{name}", output)
     line = (place.folder / f"run-{name}" / "best" / "command.txt").read_text(encoding="utf-8")
     place.run("bash", "-c", line)

@@ -70,7 +70,8 @@ def predict(*, say: Callable[[str], None] = lambda text: None, **options: Any) -
         runs = scratch / "shadow"
         description = kept.description()
         if description is None:
-            say("describing the workload: torch and transformers are imported, no weights are loaded")
+            loads = "the script loads what it loads" if ran.script is not None else "no weights are loaded"
+            say(f"describing the workload: torch and transformers are imported, {loads}")
             shadow = ShadowDevice("cpu")
             description = preflight.describe(ran, machine, launcher, scratch / "describe", notes.append, shadow)
             kept.keep_description(description)

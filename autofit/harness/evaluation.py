@@ -47,8 +47,9 @@ class AccumulationLog:
             size += tensor.numel() * tensor.element_size()
             host_size += tensor.numel() * (4 if str(tensor.dtype) == "torch.bfloat16" else tensor.element_size())
         if rows:
+            rows = self._batch if rows % self._batch == 0 else rows
             for known, value in ((self.bytes_per_row, size), (self.host_bytes_per_row, host_size)):
-                known[output] = max(known.get(output, 0.0), value / min(rows, self._batch))
+                known[output] = max(known.get(output, 0.0), value / rows)
 
 
 def project(

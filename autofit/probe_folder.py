@@ -14,7 +14,7 @@ from autofit.errors import RunDirectoryError
 from autofit.records import Reply
 
 REPLY_FILE = "reply.json"
-CHILD_FILES = (REPLY_FILE, "reply.json.part", "progress.jsonl", "stdout.log", "stderr.log")
+CHILD_FILES = (REPLY_FILE, "progress.jsonl", "stdout.log", "stderr.log")
 LOG_BYTES = 10 * 2**20  # a log beyond this is cut when the probe has ended
 
 

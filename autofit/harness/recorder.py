@@ -43,7 +43,7 @@ class Recorder:
         if self.replied or target.exists():
             return
         self.replied = True
-        draft = self._folder / "reply.json.part"
+        draft = self._folder / f"reply.json.{os.getpid()}.part"  # ranks of the script may fail at once
         with open(draft, "wb") as file:
             file.write(codec.encode(reply))
             file.flush()

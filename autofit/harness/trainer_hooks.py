@@ -141,10 +141,11 @@ class Harness:
 
     def _construct(self, module: Any, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.trainer_seen = True
-        if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-            self.fail(
-                UsageError(f"the script trains in {os.environ['WORLD_SIZE']} processes; autofit searches with one")
-            )
+        if int(os.environ.get("WORLD_SIZE") or 1) > 1:  # whoever started the ranks waits for one that ends by itself
+            error = UsageError(f"the script trains in {os.environ['WORLD_SIZE']} processes; autofit searches with one")
+            failure = Failure(self.recorder.phase, None, "UsageError", str(error))
+            self.recorder.reply(Reply(Outcome.CRASHED, failure=failure))
+            raise error
         if self._template is not None and not self._stopped_outside:
             self._stopped_outside = True
             # What a trainer of transformers' own prepares before the base class does is nothing.

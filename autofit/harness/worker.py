@@ -108,7 +108,8 @@ def _ended(harness: Harness, message: str, text: str, advise: bool = True) -> No
         message += (
             " and without making a Trainer; autofit needs a script that trains by the train() of a transformers Trainer"
         )
-        if resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime > OWN_PROCESSES_SECONDS:
+        started = resource.getrusage(resource.RUSAGE_CHILDREN)
+        if started.ru_utime + started.ru_stime > OWN_PROCESSES_SECONDS:
             message += ", in its own process and not in one that it starts"
     failure = Failure(harness.recorder.phase, None, kind, message, redact_text(text, os.environ))
     harness.recorder.finish(Reply(Outcome.CRASHED, failure=failure))

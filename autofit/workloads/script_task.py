@@ -138,15 +138,13 @@ def _find_module(name: str) -> Path | None:
     """The file that `python -m name` runs: of a package its `__main__`."""
     places: list[str] | None = [os.getcwd(), *sys.path]
     spec = None
-    full = ""
-    for part in name.split("."):
-        full = f"{full}.{part}" if full else part
-        spec = PathFinder.find_spec(full, places)
+    for part in name.split("."):  # each alone: with its parent's name, a folder without `__init__` asks for that import
+        spec = None if places is None else PathFinder.find_spec(part, places)
         if spec is None:
             return None
         places = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
     if places is not None:
-        spec = PathFinder.find_spec(f"{full}.__main__", places)
+        spec = PathFinder.find_spec("__main__", places)
     found = None if spec is None or spec.origin is None else Path(spec.origin)
     return found if found is not None and found.is_file() else None
 
@@ -162,11 +160,11 @@ def redact(task: Task) -> Task:
     environment = {
         name: REDACTED if is_secret_name(name) else redact_text(value, {}) for name, value in script.environment.items()
     }
-    command, launcher = _redact_words(script.command), _redact_words(script.launcher)
+    command, launcher = (_redact_words(words, script.environment) for words in (script.command, script.launcher))
     return Task(script=dataclasses.replace(script, command=command, launcher=launcher, environment=environment))
 
 
-def _redact_words(words: tuple[str, ...]) -> tuple[str, ...]:
+def _redact_words(words: tuple[str, ...], environment: Mapping[str, str]) -> tuple[str, ...]:
     redacted: list[str] = []
     hide = False
     for word in words:
@@ -177,7 +175,7 @@ def _redact_words(words: tuple[str, ...]) -> tuple[str, ...]:
         elif equals and is_secret_name(name):
             word = f"{name}={REDACTED}"
         else:
-            word = redact_text(word, {})
+            word = redact_text(word, environment)  # also what looks like a flag and is a value known to be secret
         redacted.append(word)
         # Several values may follow one flag.
         hide = (is_secret_name(word) and not equals) if flag else hide and word == REDACTED

@@ -1,10 +1,11 @@
-"""What lies in one probe's folder, as the parent reads and writes it: request, reply, progress and logs.
+"""What lies in one probe's folder, as the parent reads and writes it: request, reply, progress, logs, the script's output.
 
 Not here: how the child writes its reply and its progress (`harness.recorder`).
 """
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,8 @@ from autofit.records import Reply
 
 REPLY_FILE = "reply.json"
 CHILD_FILES = (REPLY_FILE, "progress.jsonl", "stdout.log", "stderr.log")
+OUTPUT_FOLDER = "output"  # in place of the user's output_dir; gone when the probe has ended
+KEPT_FOLDER = "output-at-trainer"  # of a snapshot: what the script had written when it came to its Trainer
 LOG_BYTES = 10 * 2**20  # a log beyond this is cut when the probe has ended
 
 
@@ -86,3 +89,23 @@ def write_privately(path: Path, data: bytes) -> None:
     """Write a file that only this user may read: while the child runs, it holds the user's whole command line."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
+
+
+def keep_output(folder: Path) -> None:
+    """Remember what a script has written by the time that its snapshot is taken."""
+    shutil.rmtree(folder / KEPT_FOLDER, ignore_errors=True)
+    if (folder / OUTPUT_FOLDER).is_dir():
+        shutil.copytree(folder / OUTPUT_FOLDER, folder / KEPT_FOLDER, symlinks=True)
+
+
+def restore_output(folder: Path) -> None:
+    """Make a snapshot's output what `keep_output` has seen: no probe may find what another one has written there."""
+    shutil.rmtree(folder / OUTPUT_FOLDER, ignore_errors=True)
+    if (folder / KEPT_FOLDER).is_dir():
+        shutil.copytree(folder / KEPT_FOLDER, folder / OUTPUT_FOLDER, symlinks=True, dirs_exist_ok=True)
+
+
+def drop_output(folder: Path) -> None:
+    """Delete what a script has written: checkpoints, gigabytes that nobody needs."""
+    for name in (OUTPUT_FOLDER, KEPT_FOLDER):
+        shutil.rmtree(folder / name, ignore_errors=True)

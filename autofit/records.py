@@ -199,7 +199,9 @@ class Request:
     model_kwargs: dict[str, Any] = field(default_factory=dict)  # attn_implementation
     logits: str | None = None  # reduction to apply before metrics; None leaves what the workload has
     switches: dict[str, bool] = field(default_factory=dict)  # attributes to set on the Trainer before it trains
-    files: str | None = None  # a folder with emitted files, read instead of `arguments` (the confirmation)
+    files: str | None = (
+        None  # a folder with emitted files (the confirmation): they give the values, `arguments` what must come out
+    )
     budget_bytes: int | None = None  # None: not capped
     timed_eval_rows: int = 0  # rows of one timed evaluation, the same for every candidate; 0: evaluation is not timed
     requested_at: float = 0.0  # seconds since the epoch

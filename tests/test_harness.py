@@ -112,7 +112,7 @@ def measure(launcher: Launcher, ask):
     def run(task: Task, **fields) -> "Run":
         arguments = {**ONE, "per_device_eval_batch_size": 8, **fields.get("arguments", {})}
         if "files" in fields:
-            arguments = {}
+            arguments = fields.get("arguments", {})
         request = ask(task, **{"schedule": PEAKS, **fields, "arguments": arguments})
         return Run(launcher.probe(request, how="fork", time_limit=LIMIT), request)
 
@@ -1192,6 +1192,14 @@ def test_emitted_files_are_what_the_child_runs_with(measure, tiny_task, tmp_path
     assert run.reply.echo["optimizer"] == "SGD"
     assert run.reply.echo["attention"] == "eager"
     assert run.reply.growth.outputs["predictions"] == 16 * 8
+
+
+def test_files_that_say_something_else_than_the_candidate_are_a_bug_told_loudly(measure, tiny_task, tmp_path):
+    (tmp_path / "training_args.json").write_text('{"per_device_train_batch_size": 4}')
+    asked = {"files": str(tmp_path), "schedule": PEAKS}
+    measure(tiny_task, arguments={"per_device_train_batch_size": 4}, **asked)
+    with pytest.raises(MismatchError, match="per_device_train_batch_size=8 and reports 4"):
+        measure(tiny_task, arguments={"per_device_train_batch_size": 8}, **asked)
 
 
 def test_speed_is_told_over_windows_of_the_same_rows(measure, tiny_task):

@@ -31,7 +31,7 @@ TASK = Task(model=ModelTask("m", {}, "text-classification", 64, "float32", 1000)
 class MadeUpLauncher:
     """Answers requests from a landscape, as children would; `twist` may spoil an answer."""
 
-    snapshot = None
+    snapshot = lost = None
     way = "fork"
 
     def __init__(self, landscape: Landscape, twist=lambda request, reply: reply) -> None:
@@ -109,7 +109,7 @@ def test_the_winner_is_confirmed_from_its_files_in_fresh_processes_beside_the_ba
     assert {how for _, how in confirmations} == {"fresh"}
     from_files = [r for r, _ in confirmations if r.files]
     assert len(from_files) >= 2
-    assert all(r.arguments == {} and r.model_kwargs == {} for r in from_files)
+    assert all(r.model_kwargs == {} and r.logits is None for r in from_files)
     assert best.gain == pytest.approx(
         landscape.train_rate(best.candidate) / landscape.train_rate(landscape.space.baseline)
     )

@@ -13,8 +13,10 @@ from conftest import QUICK, make_task
 from autofit.harness.server import FIRST_IMPORTS, SHADOW_IMPORTS
 from autofit.harness.shadow.trace import Trace, breakdown
 from autofit.harness.trainer_hooks import TRACE_FILE
+from autofit.launch import Ended
+from autofit.launch.watch import SERVER_DIED
 from autofit.prediction import ShadowRuns, make_target
-from autofit.records import Candidate, Outcome, Schedule, ShadowDevice
+from autofit.records import Candidate, Failure, Outcome, Reply, Schedule, ShadowDevice
 from autofit.study.preflight import baseline_of, describe
 from autofit.trainer_args import arguments_of
 
@@ -512,3 +514,40 @@ def test_sparse_gradients_are_refused_by_name(warm, ask, script):
     reply = warm.probe(request, how="fork", time_limit=LIMIT).reply
     assert reply.outcome is Outcome.CRASHED
     assert "sparse" in reply.failure.message
+
+
+@pytest.mark.parametrize("reply", ["died", "killed"])
+def test_a_shadow_run_that_somebody_has_ended_is_made_once_more(warm, described, tmp_path, reply):
+    failures = {"died": (Outcome.CRASHED, SERVER_DIED), "killed": (Outcome.KILLED, "killed")}
+    outcome, kind = failures[reply]
+    asked = []
+
+    class Ends:
+        """The launcher, whose first probe comes back ended."""
+
+        snapshot = None
+
+        def probe(self, request, **how):
+            asked.append(request.folder)
+            if len(asked) == 1:
+                return Ended(Reply(outcome, failure=Failure("train", 1, kind, kind)), 0.1, None)
+            return warm.probe(request, **how)
+
+    shadows = shadows_of(Ends(), described, tmp_path)
+    prediction = shadows.predict(baseline_of(described[1]))
+    assert prediction.failure is None and prediction.peak_bytes
+    assert asked[0] == asked[1] and len(asked) == 3
+
+
+def test_a_shadow_run_that_fails_by_itself_is_not_made_again(described, tmp_path):
+    asked = []
+
+    class Fails:
+        snapshot = None
+
+        def probe(self, request, **how):
+            asked.append(request)
+            return Ended(Reply(Outcome.CRASHED, failure=Failure("train", 1, "ValueError", "no")), 0.1, None)
+
+    assert shadows_of(Fails(), described, tmp_path).predict(baseline_of(described[1])).failure.kind == "ValueError"
+    assert len(asked) == 1

@@ -4,17 +4,20 @@ Real processes throughout. Scripts that need no torch cost an interpreter's star
 several tests each.
 """
 
+import http.server
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from conftest import OneThreadLauncher
 from standing import SHORT, TRAINING, Standing, descendants, lives, running, wait_until
 
 import autofit
@@ -260,6 +263,7 @@ DRIVER = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
+from conftest import OneThreadLauncher
 from standing import Standing
 from test_snapshot_faults import HOLDING
 from autofit.machine import read_machine
@@ -450,3 +454,140 @@ def test_a_search_whose_snapshot_measures_otherwise_says_so_and_goes_on_without_
     assert (first.purpose, first.start) == ("baseline", "snapshot")
     assert (canary.purpose, canary.start) == ("canary", "fresh")
     assert rest and all(m.start in ("fork", "fresh") and m.outcome is Outcome.FITS for m in rest)
+
+
+# ---- what one probe leaves must not reach the next ----
+
+WRITING = (
+    TRAINING
+    + """
+import concurrent.futures, threading
+
+arguments = TrainingArguments("out", per_device_train_batch_size=8)
+folder = arguments.output_dir
+os.makedirs(folder, exist_ok=True)
+if case("written") != "nothing":
+    with open(os.path.join(folder, "vocabulary.txt"), "w") as file:
+        file.write("before")
+
+class Write(TrainerCallback):
+    def on_train_begin(self, *given, **named):
+        note("found", ",".join(sorted(os.listdir(folder))) + " " + open(os.path.join(folder, "vocabulary.txt")).read())
+        with open(os.path.join(folder, "vocabulary.txt"), "a") as file:
+            file.write(" and after")
+        os.makedirs(os.path.join(folder, "cache"))
+
+Trainer(make_model(), arguments, train_dataset=Rows(), callbacks=[Write()]).train()
+"""
+)
+
+
+def test_no_probe_finds_what_another_has_written_to_the_output_directory(machine, tmp_path):
+    with Standing(tmp_path, machine, WRITING) as standing:
+        standing.describe()
+        for _ in range(3):
+            ran(standing.probe())
+        assert standing.noted("found") == ["vocabulary.txt before"] * 3
+        folders = [path.name for path in (tmp_path / "template").iterdir()]
+    left = [path for path in tmp_path.rglob("*") if path.name.startswith("output")]
+    assert left == [], (left, folders)
+
+
+def test_an_output_that_cannot_be_restored_costs_the_snapshot_and_not_the_probe(machine, tmp_path, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Standing(tmp_path, machine, WRITING) as standing:
+        standing.describe()
+        monkeypatch.setattr("autofit.launch.launcher.restore_output", full)
+        ran(standing.probe())
+        assert standing.launcher.snapshot is None
+        assert "could not be restored: No space left on device" in standing.launcher.lost
+        ran(standing.probe(), "fork", "fresh")
+
+
+BUSY = """
+import concurrent.futures, threading
+
+held = threading.Event()
+pool = concurrent.futures.ThreadPoolExecutor(1)
+"""
+TAKES_WORK = """
+class Prepares(Trainer):
+    def __init__(self, *given, **named):
+        pool.submit(held.wait)
+        super().__init__(*given, **named)
+
+trainer = Prepares(make_model(), TrainingArguments("out", per_device_train_batch_size=8), train_dataset=Rows())
+"""
+
+
+def test_an_executor_that_works_makes_a_fork_unsafe(machine, tmp_path):
+    source = TRAINING + BUSY + "pool.submit(held.wait)\n" + TRAIN + "import atexit\nhold = atexit\ntrain()\n"
+    with Standing(tmp_path, machine, source) as standing:
+        standing.describe(check_snapshot=False)
+        assert standing.launcher.snapshot is None
+        assert any("thread" in text for text in standing.said), standing.said
+
+
+def test_a_trainer_that_sets_an_executor_to_work_is_forked_before_it_does(machine, tmp_path):
+    source = TRAINING + BUSY + TAKES_WORK + "trainer.train()\n"
+    with Standing(tmp_path, machine, source) as standing:
+        standing.describe()
+        assert INNER not in standing.template and OUTER in standing.template
+        ran(standing.probe())
+        ran(standing.probe({"bf16": True}))
+
+
+def test_values_that_a_script_changes_between_two_trainers_do_not_undo_the_candidate(machine, tmp_path):
+    source = """
+    arguments = TrainingArguments("out", per_device_train_batch_size=4, learning_rate=0.1)
+    Trainer(make_model(), arguments, train_dataset=Rows())
+    arguments.per_device_train_batch_size = 2
+    arguments.learning_rate = 0.2
+    Trainer(make_model(), arguments, train_dataset=Rows(), callbacks=[Seen()]).train()
+    """
+    with Standing(tmp_path, machine, TRAINING + textwrap.dedent(source)) as standing:
+        standing.describe(check_snapshot=False)
+        ran(standing.probe({"per_device_train_batch_size": 8}), "snapshot", "fork", "fresh")
+        seen = standing.seen()
+        assert seen["batches"] == [8] and seen["rate"] == 0.2
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # which keeps connections open
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"ok")
+
+    def log_message(self, *_: object) -> None:
+        """Nothing: it is no part of the test's output."""
+
+
+class OnlineLauncher(OneThreadLauncher):
+    def environment(self) -> dict[str, str]:
+        return {**super().environment(), "HF_HUB_OFFLINE": "0"}
+
+
+def test_connections_that_a_hub_client_has_kept_open_do_not_cost_the_snapshot(machine, tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        source = f"""
+        from huggingface_hub.utils import get_session
+        get_session().get("http://127.0.0.1:{server.server_port}/config.json").raise_for_status()
+        import psutil
+        note("kept", len(psutil.Process().net_connections()))
+        arguments = TrainingArguments("out", per_device_train_batch_size=8)
+        trainer = Trainer(make_model(), arguments, train_dataset=Rows())
+        get_session().get("http://127.0.0.1:{server.server_port}/config.json").raise_for_status()
+        trainer.train()
+        """
+        with Standing(tmp_path, machine, TRAINING + textwrap.dedent(source), make=OnlineLauncher) as standing:
+            standing.describe()
+            ran(standing.probe())
+        assert standing.noted("kept") == ["1"]
+        server.shutdown()

@@ -7,16 +7,16 @@ values of its own in between. Beside them stand the fields that keep a probe fro
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autofit.harness.arguments_source import SourceLog
 from autofit.harness.given_arguments import GivenArguments, json_value, plain_arguments
 from autofit.harness.rules import InvalidProbe
+from autofit.probe_folder import OUTPUT_FOLDER
 from autofit.records import ArgumentsSource, Request
 from autofit.trainer_args import check_single_process, installed_name, probe_overrides, quiet_overrides
-
-OUTPUT_FOLDER = "output"  # in the probe's folder, in place of the user's output_dir; gone when the probe has ended
 
 
 class CandidateArguments:
@@ -26,15 +26,12 @@ class CandidateArguments:
         self._fail = fail
         self.sources = SourceLog(request.task.script.command if request.task.script else ())
         self.given = GivenArguments(self._lay_early)
-        self.user_arguments: dict[str, Any] = {}  # of the object that went to a Trainer last, as JSON values
-        self.user_resolved: dict[str, Any] = {}
-        self.user_source: ArgumentsSource | None = None
         self.adopt(request)
 
     def adopt(self, request: Request) -> None:
         """Lay the fields of `request` from now on."""
         self._request = request
-        self._applied: list[tuple[Any, dict[str, Any]]] = []  # object, the candidate's fields as it resolved them
+        self._laid: list[Laid] = []
         self.output = str(Path(request.folder) / OUTPUT_FOLDER)
 
     @property
@@ -55,28 +52,34 @@ class CandidateArguments:
             self._fail(error)
 
     def lay(self, arguments: Any, steps: int) -> None:
-        """Set everything in the object that a Trainer is made with, once. `steps` bounds the run."""
-        if any(arguments is applied for applied, _ in self._applied):
-            return
+        """Set everything in the object that a Trainer is made with; again where the script has changed it since for another
+        one. `steps` bounds the run."""
+        before = self._of(arguments)
+        if before is not None:
+            if before.undone() is None:
+                return
+            self._laid.remove(before)
         with self.given.unwatched():
-            self._note_user(arguments)
-            check_single_process(self.user_resolved)
-            names = tuple(self.user_resolved)
-            overrides = dict(self.fields)
-            overrides |= probe_overrides(self.output, {**self.user_resolved, **overrides}, names, steps)
+            resolved = {name: json_value(value) for name, value in self.given.resolved(arguments).items()}
+            source = self.sources.source_of(arguments, self.given.assigned(arguments))
+            plain = plain_arguments(arguments, self.given.keywords(arguments))
+            check_single_process(resolved)
+            names = tuple(resolved)
+            fields = self.fields
+            overrides = {**fields, **probe_overrides(self.output, {**resolved, **fields}, names, steps)}
             overrides |= self._of_device(names)
             for name in ("metric_for_best_model", "greater_is_better"):
                 # Derived from `load_best_model_at_end`, which a probe turns off; early stopping insists on them.
-                if self.user_resolved.get(name) is not None:
-                    overrides.setdefault(name, self.user_resolved[name])
+                if resolved.get(name) is not None:
+                    overrides.setdefault(name, resolved[name])
             self.given.rebuild(arguments, overrides)
-            resolved = {name: json_value(getattr(arguments, name)) for name in self.fields}
-        self._applied.append((arguments, resolved))
+            # Emitted files hold the user's own fields too, which are the script's to change.
+            tuned = self._request.arguments or fields
+            candidate = {name: json_value(getattr(arguments, name)) for name in tuned}
+        self._laid.append(Laid(arguments, plain, resolved, source, candidate))
 
-    def _note_user(self, arguments: Any) -> None:
-        self.user_arguments = plain_arguments(arguments, self.given.keywords(arguments))
-        self.user_resolved = {name: json_value(value) for name, value in self.given.resolved(arguments).items()}
-        self.user_source = self.sources.source_of(arguments, self.given.assigned(arguments))
+    def _of(self, arguments: Any) -> "Laid | None":
+        return next((laid for laid in self._laid if laid.arguments is arguments), None)
 
     def _of_device(self, names: Any) -> dict[str, Any]:
         overrides: dict[str, Any] = {}
@@ -86,13 +89,28 @@ class CandidateArguments:
             overrides |= {"fp16": False, "tf32": None}  # of the card that is meant; accelerate refuses fp16 on a CPU
         return overrides
 
-    def check_applied(self, arguments: Any) -> dict[str, Any]:
-        """The candidate's fields as they were resolved. Raises InvalidProbe where the script has undone them."""
-        resolved = next((values for applied, values in self._applied if applied is arguments), None)
-        if resolved is None:
+    def check_applied(self, arguments: Any) -> "Laid":
+        """What was laid over the object that a Trainer trains with. Raises InvalidProbe where the script has undone it."""
+        laid = self._of(arguments)
+        if laid is None:
             raise InvalidProbe("not_applied", "the script gives its Trainer other arguments after it was made")
-        for name, value in resolved.items():
-            now = json_value(getattr(arguments, name))
-            if now != value:
-                raise InvalidProbe("not_applied", f"the script sets {name}={now!r} itself after its Trainer was made")
-        return resolved
+        undone = laid.undone()
+        if undone is not None:
+            now = json_value(getattr(arguments, undone))
+            raise InvalidProbe("not_applied", f"the script sets {undone}={now!r} itself after its Trainer was made")
+        return laid
+
+
+@dataclass
+class Laid:
+    """One object that went to a Trainer: what the user says in it, and the candidate's fields as they came out."""
+
+    arguments: Any
+    user_arguments: dict[str, Any]  # that differ from the defaults, as JSON values
+    user_resolved: dict[str, Any]
+    user_source: ArgumentsSource | None
+    candidate: dict[str, Any]
+
+    def undone(self) -> str | None:
+        """A field of the candidate that has another value now; None where none has."""
+        return next((n for n, value in self.candidate.items() if json_value(getattr(self.arguments, n)) != value), None)

@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any
 
 from autofit.trainer_args import ALIASES, SECRETS
+from autofit.workloads.redaction import is_secret_name
 
 
 @dataclass
@@ -204,7 +205,8 @@ def plain_arguments(arguments: Any, keywords: dict[str, Any]) -> dict[str, Any]:
         value, default = json_value(value), defaults.get(name)
         resolved = json_value(getattr(arguments, name, value))
         same = value == default or (not value and resolved == default) or (value is None and not default)
-        if name not in SECRETS and value is not UNSAYABLE and not same:
+        secret = name in SECRETS or is_secret_name(name)  # also of a class of the user's own
+        if not secret and value is not UNSAYABLE and not same:
             plain[name] = value
     return plain
 

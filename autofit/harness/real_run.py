@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autofit.harness import main_module
+from autofit.harness.attention import use_attention
 from autofit.harness.given_arguments import GivenArguments, json_value
 from autofit.harness.take_hold import when_imported
 from autofit.logits import REDUCTIONS
@@ -163,19 +164,8 @@ class RealRun:
         wanted = self._settings.attention
         if wanted is None:
             return []
-        from autofit.harness.trainer_hooks import set_attention
-
         before = getattr(getattr(trainer.model, "config", None), "_attn_implementation", None)
-        if trainer.model_init is not None:
-            original = trainer.call_model_init
-
-            def call_model_init(*args: Any, **kwargs: Any) -> Any:
-                model = original(*args, **kwargs)
-                set_attention(model, wanted)
-                return model
-
-            trainer.call_model_init = call_model_init
-        set_attention(trainer.model, wanted)
+        use_attention(trainer, wanted)
         return [] if before == wanted else [f"attention {before} → {wanted}"]
 
     def _set_logits(self, trainer: Any) -> list[str]:

@@ -174,8 +174,9 @@ class Server:
             connection.sendall(json.dumps(order).encode() + b"\n")
             told = read_line(connection)
             connection.settimeout(None)
-        except OSError as error:
-            told = {"pid": None, "why": f"the template does not answer ({error})"}
+        except OSError as error:  # what it answers later must not be taken for something else
+            self._end_template()
+            return {"pid": None, "why": f"the template does not answer ({error})"}
         if told is None:
             self._forget(place)
             told = {"pid": None, "why": "the template has ended"}
@@ -198,8 +199,8 @@ class Server:
     def _spawn(self, order: dict[str, Any], descriptors: str = "", pass_fds: tuple[int, ...] = ()) -> int:
         folder = order["folder"]
         with (
-            open(os.path.join(folder, "stdout.log"), "ab") as out,
-            open(os.path.join(folder, "stderr.log"), "ab") as err,
+            open(open_log(folder, "stdout.log"), "ab") as out,
+            open(open_log(folder, "stderr.log"), "ab") as err,
         ):
             process = subprocess.Popen(
                 [
@@ -315,11 +316,16 @@ def touched_device() -> bool:
     return torch is not None and torch.cuda.is_initialized()
 
 
+def open_log(folder: str, name: str) -> int:
+    """A descriptor that appends. For the user alone: a script may print what is secret."""
+    return os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+
 def redirect_output(folder: str) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     for number, name in ((1, "stdout.log"), (2, "stderr.log")):
-        file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        file = open_log(folder, name)
         os.dup2(file, number)
         os.close(file)
     os.close(nothing)

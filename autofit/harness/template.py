@@ -45,10 +45,7 @@ class Template:
         That is a probe (`outer`, its folder), the template of the inner place (`inner`, ""), or, where a fork would not be
         safe, this process itself, no template any more (None). `reads` tells which fields the script has read so far.
         """
-        why = why_unsafe(model, [c.fileno() for c in self._connections.values()])
-        if why is None:
-            settle()
-            why = pause_threads()
+        why = self._why_unsafe(model)
         self._send(OUTER, safe=why is None, why=why, reads=reads(), inner=has_inner)
         if why is not None:
             self._close()
@@ -57,11 +54,22 @@ class Template:
             return INNER, ""
         return OUTER, self._serve(OUTER)
 
-    def stop_inner(self, reads: Callable[[], list[str]]) -> tuple[str, str]:
-        """Serve at the inner place; as `stop`."""
-        settle()
-        self._send(INNER, safe=True, why=None, reads=reads(), inner=True)
+    def stop_inner(self, model: Any, reads: Callable[[], list[str]]) -> tuple[str, str]:
+        """Serve at the inner place; as `stop`. Ends where what the subclass has done makes forks from here unsafe: those
+        from the outer place do it again each for itself.
+        """
+        why = self._why_unsafe(model)
+        self._send(INNER, safe=why is None, why=why, reads=reads(), inner=True)
+        if why is not None:
+            os._exit(0)
         return INNER, self._serve(INNER)
+
+    def _why_unsafe(self, model: Any) -> str | None:
+        why = why_unsafe(model, [connection.fileno() for connection in self._connections.values()])
+        if why is None:
+            settle()
+            why = pause_threads()
+        return why
 
     def _serve(self, place: str) -> str:
         """Obey until the server goes. Returns in a probe, with its folder."""
@@ -150,18 +158,32 @@ def why_unsafe(model: Any, own_descriptors: list[int]) -> str | None:
     threads = [thread.name for thread in threading.enumerate() if not _is_harmless(thread)]
     if threads:
         return f"it runs threads ({', '.join(sorted(threads))})"
+    _close_hub_connections()
     if _has_foreign_sockets(own_descriptors):
         return "it holds network connections"
     return None
 
 
 def _is_harmless(thread: threading.Thread) -> bool:
-    """The main thread where it is the one that asks, tqdm's monitor, and executors, which wait for work."""
+    """The main thread where it is the one that asks, tqdm's monitor, and threads of executors that wait for work."""
     if thread is threading.main_thread():
         return thread is threading.current_thread()
+    if type(thread).__name__ == "TMonitor":
+        return True
     pools = sys.modules.get("concurrent.futures.thread")
-    idle = pools is not None and thread in getattr(pools, "_threads_queues", {})
-    return idle or type(thread).__name__ == "TMonitor"
+    queue = getattr(pools, "_threads_queues", {}).get(thread)
+    # One that works stands in the code of its work; one that waits, in the executor's own.
+    frame = sys._current_frames().get(thread.ident)
+    waits = frame is not None and frame.f_code.co_filename == pools.__file__ if pools is not None else False
+    return queue is not None and queue.empty() and waits
+
+
+def _close_hub_connections() -> None:
+    """Those that a hub client keeps open after a download; it opens others when it is used again."""
+    hub = sys.modules.get("huggingface_hub.utils")
+    close = getattr(hub, "close_session", None) or getattr(hub, "reset_sessions", None)  # the latter before 1.0
+    if close is not None:
+        close()
 
 
 def _has_foreign_sockets(own: list[int]) -> bool:

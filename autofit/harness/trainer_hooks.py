@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from autofit.errors import UsageError
 from autofit.failure import classify_exception, exception_chain
+from autofit.harness.attention import use_attention
 from autofit.harness.candidate_arguments import CandidateArguments
 from autofit.harness.device_meter import BudgetBelowWeightsError, DeviceMeter
 from autofit.harness.given_arguments import json_value
@@ -59,7 +60,8 @@ class Harness:
         self._began = time.perf_counter()
         self._arguments = CandidateArguments(request, self.fail)
         self._attached = False
-        self._own_optimizer = self._in_training = False
+        self._own_optimizers: list[Any] = []  # Trainers that the script gives an optimizer of its own
+        self._in_training = False
         self._own_steps = 0  # of optimizers outside of the Trainer's training
         self._phases: Any = None
         self.trainer_seen = False
@@ -112,7 +114,8 @@ class Harness:
                 args = module.TrainingArguments(output_dir=harness._arguments.output)
             harness._apply(args)
             original_init(trainer, model, args, *rest, **kwargs)
-            harness._own_optimizer = trainer.optimizer is not None
+            if trainer.optimizer is not None:
+                harness._own_optimizers.append(trainer)
 
         @functools.wraps(original_train)
         def train(trainer: Any, *args: Any, **kwargs: Any) -> NoReturn:
@@ -131,6 +134,8 @@ class Harness:
         """A few batches for an evaluation that the script makes before it trains: nobody waits for its result."""
         from autofit.harness import phases, row_sample, rows
 
+        if isinstance(dataset, str):  # the name of one of several
+            dataset = trainer.eval_dataset[dataset]
         dataset = trainer.eval_dataset if dataset is None else dataset
         if not row_sample.has_rows(dataset) or isinstance(dataset, dict) or phases.has_own_eval_loader(trainer):
             return dataset
@@ -161,7 +166,7 @@ class Harness:
     def _stop_inside(self, trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._template is not None and self._stopped_outside:
             self._prepare_rows(trainer, args, kwargs)
-            self._go_on(self._template.stop_inner(self._reads))
+            self._go_on(self._template.stop_inner(args[0], self._reads))
 
     def _prepare_rows(self, trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read the sizes of the rows here, once for all forks; what cannot be read before its time they read themselves."""
@@ -212,7 +217,7 @@ class Harness:
             self._check_applied(trainer)
             for name, value in self._switches().items():
                 setattr(trainer, name, value)
-            self._apply_to_model(trainer)
+            use_attention(trainer, self._model_kwargs().get("attn_implementation"))
             self._apply_logits(trainer)
             self.recorder.at("load")
             self._phases = self._make_phases(trainer)
@@ -221,6 +226,7 @@ class Harness:
             self._phases.attach()  # reads rows, which is no memory of the training
             self._phases.begin_training(self._began, self._request.budget_bytes)
             train()
+            self._arguments.check_applied(trainer.args)  # a callback of the script may have changed it meanwhile
             self._meter.release()
             delay = _difference(delay_before, run_delay_seconds())
             self._finish(self._reply(Outcome.FITS, trainer=trainer, delay_seconds=delay))
@@ -239,35 +245,18 @@ class Harness:
 
     def _check_applied(self, trainer: Any) -> None:
         """Refuse to measure where the script undoes the candidate by itself. Raises InvalidProbe."""
-        resolved = self._arguments.check_applied(trainer.args)
+        laid = self._arguments.check_applied(trainer.args)
+        candidate = laid.candidate
         if self._request.shadow is None:
-            check_precision(trainer, resolved)
-        name = installed_name("activation_checkpointing", resolved)
-        if name is not None and not resolved[name] and checkpoints_activations(trainer.model):
+            check_precision(trainer, candidate)
+        name = installed_name("activation_checkpointing", candidate)
+        if name is not None and not candidate[name] and checkpoints_activations(trainer.model):
             raise InvalidProbe("not_applied", "the script turns activation checkpointing on itself")
-        if (
-            self._own_optimizer
-            and resolved.get("optim") != self._arguments.user_resolved["optim"]
-            and "optim" in resolved
-        ):
+        makes_its_own = any(trainer is other for other in self._own_optimizers)
+        if makes_its_own and candidate.get("optim", laid.user_resolved["optim"]) != laid.user_resolved["optim"]:
             raise InvalidProbe(
-                "not_applied", f"the script makes its own optimizer, so that {resolved['optim']} has no effect"
+                "not_applied", f"the script makes its own optimizer, so that {candidate['optim']} has no effect"
             )
-
-    def _apply_to_model(self, trainer: Any) -> None:
-        wanted = self._model_kwargs().get("attn_implementation")
-        if wanted is None:
-            return
-        if trainer.model_init is not None:
-            original = trainer.call_model_init
-
-            def call_model_init(*args: Any, **kwargs: Any) -> Any:
-                model = original(*args, **kwargs)
-                set_attention(model, wanted)
-                return model
-
-            trainer.call_model_init = call_model_init
-        set_attention(trainer.model, wanted)
 
     def _model_kwargs(self) -> dict[str, Any]:
         if self._request.files is None:
@@ -298,21 +287,18 @@ class Harness:
             trainer.preprocess_logits_for_metrics = reduction
 
     def _describe(self, trainer: Any, train: Callable[[], Any]) -> Any:
+        laid = self._arguments.check_applied(trainer.args)
+        resolved = dict(laid.user_resolved)
         mixed = trainer.accelerator.mixed_precision  # a launcher may say it in the environment
         if mixed in ("bf16", "fp16"):
-            self._arguments.user_resolved[mixed] = True
-        name = installed_name("activation_checkpointing", self._arguments.user_resolved)
+            resolved[mixed] = True
+        name = installed_name("activation_checkpointing", resolved)
         if name is not None and checkpoints_activations(trainer.model):
-            self._arguments.user_resolved[name] = True
-        described = describe(
-            trainer,
-            self._arguments.user_arguments,
-            self._arguments.user_resolved,
-            self._request,
-            not self._environment_changed and not self._own_environment(),
-        )
+            resolved[name] = True
+        forkable = not self._environment_changed and not self._own_environment()
+        described = describe(trainer, laid.user_arguments, resolved, self._request, forkable)
         if self._request.task.script is not None:
-            described = dataclasses.replace(described, source=self._arguments.user_source)
+            described = dataclasses.replace(described, source=laid.user_source)
         if not self._request.schedule.check_accumulation or trainer.train_dataset is None:
             return described
         from autofit.harness.accumulation_check import check_accumulation
@@ -424,13 +410,6 @@ def check_precision(trainer: Any, resolved: dict[str, Any]) -> None:
             "not_applied",
             f"mixed precision is {runs} instead of {wanted}: an Accelerator made before, or ACCELERATE_MIXED_PRECISION, decides",
         )
-
-
-def set_attention(model: Any, implementation: str) -> None:
-    """Switch the attention implementation of a model, also under a PEFT wrapper; nothing where it is in use already."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if getattr(base.config, "_attn_implementation", None) != implementation:
-        base.set_attn_implementation(implementation)
 
 
 def _quietly_free_share(meter: DeviceMeter) -> float | None:

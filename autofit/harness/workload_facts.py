@@ -9,6 +9,7 @@ from autofit.harness.device_meter import tensor_bytes
 from autofit.logits import REDUCTIONS
 from autofit.records import Description, Request
 from autofit.trainer_args import SECRETS
+from autofit.workloads.redaction import is_secret_name
 
 # Packages whose modules the server may import once for all children: they run no code of the user's.
 LIBRARIES = ("accelerate", "datasets", "numpy", "peft", "safetensors", "sympy", "tokenizers", "torch", "transformers")
@@ -58,7 +59,9 @@ def describe(
     return Description(
         arguments=given,
         resolved={
-            k: v for k, v in resolved.items() if isinstance(v, (bool, int, float, str, type(None))) and k not in SECRETS
+            k: v
+            for k, v in resolved.items()
+            if isinstance(v, (bool, int, float, str, type(None))) and k not in SECRETS and not is_secret_name(k)
         },
         fields=tuple(f.name for f in dataclasses.fields(trainer.args) if f.init),
         model_class=type(_base(model)).__name__,

@@ -85,13 +85,14 @@ class Connection:
         except OSError as error:
             raise ServerDiedError("the probe server has died") from error
 
-    def _await(self, what: str, seconds: float) -> dict[str, Any]:
+    def _await(self, *what: str, seconds: float) -> dict[str, Any]:
+        """The next message that is one of `what`; others are passed over. Raises ServerDiedError, RuntimeError in the end."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             told = self._hear(POLL_SECONDS)
-            if told is not None and told["did"] == what:
+            if told is not None and told["did"] in what:
                 return told
-        raise RuntimeError(f"the probe server did not answer {what!r} within {seconds:.0f} s")
+        raise RuntimeError(f"the probe server did not answer {' or '.join(what)} within {seconds:.0f} s")
 
     def _hear(self, seconds: float) -> dict[str, Any] | None:
         """The server's next message, or None after `seconds`. Raises ServerDiedError."""

@@ -10,7 +10,6 @@ else than it was asked to is a bug of ours, and raised.
 import contextlib
 import dataclasses
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from typing import Any
 from autofit import codec
 from autofit.errors import WorkloadError
 from autofit.harness import server as server_module
-from autofit.harness.candidate_arguments import OUTPUT_FOLDER
 from autofit.harness.template import INNER, OUTER, PLACES, SHADOW
 from autofit.harness.worker import REQUEST_FILE
 from autofit.launch.connection import POLL_SECONDS, Connection, ServerDiedError
@@ -30,9 +28,13 @@ from autofit.launch.watch import Progress, Watch
 from autofit.machine import Nvml, oom_kills
 from autofit.probe_folder import (
     CHILD_FILES,
+    bound_logs,
     cut_logs,
+    drop_output,
+    keep_output,
     last_progress,
     read_reply,
+    restore_output,
     write_privately,
 )
 from autofit.records import Machine, Outcome, Reply, Request
@@ -76,6 +78,7 @@ class Launcher(Connection):
         self._taken: tuple[Request, float, tuple[str, ...]] | None = None  # to take the snapshot again
         self._retakes = 0
         self._asked_shadow = False
+        self.lost: str | None = None  # why a snapshot that stood is no more; whoever tells it sets it to None
         self.fallback = "fresh"  # how a probe is started that the snapshot cannot serve: fork or fresh
 
     def __enter__(self) -> "Launcher":
@@ -110,7 +113,7 @@ class Launcher(Connection):
     def _import(self, modules: list[str]) -> None:
         try:
             self._send(do="import", modules=modules)
-            told = self._await("import", START_SECONDS)
+            told = self._await("import", seconds=START_SECONDS)
         except ServerDiedError as error:
             self.close()
             raise WorkloadError("the probe server was killed while it imported; run the same command again") from error
@@ -158,23 +161,31 @@ class Launcher(Connection):
             self.close()
             raise
         finally:
-            self._clear_up(folder, redacted)
+            self._redact_request(folder, redacted)
+        cut_logs(folder)
         if stands is not None:
             self.snapshot = stands
             if read_reply(folder) is None:
+                try:
+                    keep_output(folder)
+                except OSError as error:
+                    self.drop_snapshot()
+                    return None, f"what the script had written could not be kept ({error.strerror})"
                 return None, ""
+        drop_output(folder)
         reply = read_reply(folder) or watch.explain(code, None, _environment_of(request))
-        cut_logs(folder)
         return Ended(reply, time.monotonic() - watch.began, watch.host_peak, "fresh"), why
 
     def drop_snapshot(self) -> None:
         """End the process that stands at its Trainer; later probes are started in another way."""
+        if self._taken is not None:
+            drop_output(Path(self._taken[0].folder))
         self.snapshot, self._taken = None, None
         if self._template:
             self._template = {}
             self._order(do="drop")
             with contextlib.suppress(ServerDiedError):  # and what stood there with it
-                self._await("drop", DROP_SECONDS)
+                self._await("drop", seconds=DROP_SECONDS)
 
     def _place(self, request: Request) -> str | None:
         """Where `request` branches off the snapshot, which is taken again where it was lost with its server; None: nowhere."""
@@ -184,11 +195,14 @@ class Launcher(Connection):
         if not self._template and self._taken is not None and self._retakes < MOST_RETAKES:
             self._retakes += 1
             resolved, (taken, limit, options) = self.snapshot.resolved, self._taken
-            if self.take_snapshot(taken, time_limit=limit, options=options)[0] is not None or self.snapshot is None:
-                self.snapshot = None
-                return None
-            self.snapshot = dataclasses.replace(self.snapshot, resolved=resolved)
+            ended, why = self.take_snapshot(taken, time_limit=limit, options=options)
+            if ended is None and self.snapshot is not None:
+                self.snapshot = dataclasses.replace(self.snapshot, resolved=resolved)
+                self.lost = "its server died; it was taken again"
+            else:
+                self._lose(f"its server died, and it could not be taken again ({why or 'the script ended'})")
         if not self._template:
+            self._lose("its server died too often")
             return None
         place = self.snapshot.place_for(request)
         if request.shadow is None or place is None:
@@ -196,17 +210,42 @@ class Launcher(Connection):
         most = INNER if self.snapshot.has_inner else OUTER
         return self._shadow_place(place) if place == most else place
 
+    def _lose(self, why: str) -> None:
+        """Drop a snapshot that cannot serve any more, with all that stands there still."""
+        if self.snapshot is not None or self.lost is None:
+            self.lost = why
+        self.drop_snapshot()
+
+    def _tidy_snapshot(self) -> None:
+        """Undo what a probe has written where the snapshot's script writes: the next one must not see it."""
+        if self._taken is None:
+            return
+        folder = Path(self._taken[0].folder)
+        bound_logs(folder)
+        try:
+            restore_output(folder)
+        except OSError as error:
+            self._lose(f"what the script had written could not be restored: {error.strerror}")
+
+    def close(self) -> None:
+        super().close()
+        if self._taken is not None:
+            drop_output(Path(self._taken[0].folder))
+
     def _shadow_place(self, place: str) -> str:
         """A copy of the snapshot that has imported what fake tensors take, so that it is not paid by every shadow run."""
         if SHADOW not in self._template:
             if self._asked_shadow:
                 return place
             self._asked_shadow = True
-            self._order(do="branch", place=place)
-            pid = self._await("branch", START_SECONDS)["pid"]
-            if pid is None:
+            try:
+                self._order(do="branch", place=place)
+                pid = self._await("branch", seconds=START_SECONDS)["pid"]
+                if pid is None or self._await("ready", "template-end", seconds=START_SECONDS)["did"] != "ready":
+                    return place
+            except ServerDiedError:  # with all that stood; the probe that is asked for finds that out
+                self.close()
                 return place
-            self._await("ready", START_SECONDS)
             self._template[SHADOW] = pid
         return SHADOW
 
@@ -242,7 +281,8 @@ class Launcher(Connection):
                 self._order(do="start", how=how, place=place, folder=str(folder), options=list(options))
                 code, left = watch.until_end()
                 if watch.refused is not None:  # the snapshot is no more
-                    self.snapshot, watch.refused = None, None
+                    self._lose(watch.refused)
+                    watch.refused = None
                     how, place = self._safe(self.fallback, options, trusted), None
                     continue
                 if code is not None or watch.started:
@@ -253,7 +293,9 @@ class Launcher(Connection):
             self.close()
             raise
         finally:
-            self._clear_up(folder, redacted)
+            self._redact_request(folder, redacted)
+            drop_output(folder)
+            self._tidy_snapshot()
         self._drain(used_before)  # first, so that the dead child's own bytes are not taken for somebody else's
         foreign = _change(used_before, self._used_bytes())
         killed_by_system = None if kills_before is None else (oom_kills() or 0) > kills_before
@@ -305,10 +347,9 @@ class Launcher(Connection):
         write_privately(folder / REQUEST_FILE, codec.encode(request))
         return request, dataclasses.replace(request, task=redact(request.task))
 
-    def _clear_up(self, folder: Path, redacted: Request) -> None:
+    def _redact_request(self, folder: Path, redacted: Request) -> None:
         with contextlib.suppress(OSError):  # the child may have deleted its folder
             write_privately(folder / REQUEST_FILE, codec.encode(redacted))
-        shutil.rmtree(folder / OUTPUT_FOLDER, ignore_errors=True)  # checkpoints: gigabytes that nobody needs
 
     def _capped(self, request: Request, folder: Path) -> bool:
         """Whether a child that died of a fault may have met its cap: it had one, and had come to its training."""

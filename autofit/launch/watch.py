@@ -16,6 +16,7 @@ from autofit.records import Failure, Outcome, Reply
 from autofit.workloads.redaction import redact_text
 
 WHERE_SECONDS = 1.0  # for a hanging child to print where it hangs, before it is killed
+SERVER_DIED = "the probe server died"  # kind of the failure of a probe that has lost it
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,9 @@ class Watch:
                     self._pid = template[INNER] = pid
                 case {"did": "branched"}:
                     return stands, "", None
+                case {"did": "ready", "place": "inner", "safe": False}:
+                    template.pop(INNER, None)  # it ends; the outer place serves all
+                    return stands, "", None
                 case {"did": "ready", "place": "inner"}:
                     return (
                         dataclasses.replace(stands, read_by_trainer=frozenset(told["reads"]), has_inner=True),
@@ -134,7 +138,7 @@ class Watch:
         """A reply for a child that left none. `environment`: the child's, whose secrets are left out of its output."""
         phase, step = last_progress(self._folder) or ("start", None)
         if code is None:
-            outcome, kind = Outcome.CRASHED, "the probe server died"
+            outcome, kind = Outcome.CRASHED, SERVER_DIED
         else:
             outcome, kind = classify_exit(
                 code,

@@ -24,6 +24,7 @@ from autofit.harness.shadow.step_time import CPU_RATES, Rates, gpu_rates, step_s
 from autofit.harness.shadow.trace import Replay, Trace, breakdown, by_module, replay
 from autofit.harness.trainer_hooks import TRACE_FILE
 from autofit.launch import Launcher
+from autofit.launch.watch import SERVER_DIED
 from autofit.records import (
     Candidate,
     Description,
@@ -222,13 +223,17 @@ class ShadowRuns:
             return Trace.load(kept)
         self._on_run(f"shadow run of {_words(candidate)} at batch {batch}")
         shutil.rmtree(folder, ignore_errors=True)
-        ended = self._launcher.probe(
-            self._request(candidate, batch, eval_batch, folder),
-            how=self._way(),
-            time_limit=self._limit(),
-            options=self._task.script.interpreter_options if self._task.script else (),
-            trusted=True,  # it touches no device, so that a fork of anything is safe
-        )
+        for _ in range(2):
+            ended = self._launcher.probe(
+                self._request(candidate, batch, eval_batch, folder),
+                how=self._way(),
+                time_limit=self._limit(),
+                options=self._task.script.interpreter_options if self._task.script else (),
+                trusted=True,  # it touches no device, so that a fork of anything is safe
+            )
+            failure = ended.reply.failure
+            if ended.reply.outcome is not Outcome.KILLED and (failure is None or failure.kind != SERVER_DIED):
+                break  # else somebody has ended it, which says nothing of the workload
         return self._result(ended.reply, kept)
 
     def _way(self) -> str:

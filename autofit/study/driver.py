@@ -39,10 +39,11 @@ from autofit.selection import (
 )
 from autofit.store import PROVISIONAL, SHADOWS, RunDirectory
 from autofit.study.confirmation import Confirmed, Turn
-from autofit.study.judgement import SPEED_KNOWN, difference_of, judge, measurement_of
+from autofit.study.judgement import SPEED_KNOWN, judge, measurement_of
 from autofit.study.listener import Listener
 from autofit.study.mirror import Mirror
 from autofit.study.planner import EvaluatePlan, TrainPlan
+from autofit.study.snapshot_watch import CANARY, SnapshotWatch
 from autofit.trainer_args import arguments_of
 
 SHADOW_SHARE = 0.25  # of the time of probes, that shadow runs may take beyond `SHADOW_SECONDS`
@@ -54,7 +55,6 @@ CONFIRM_RUNS = 2  # turns of the baseline and the winner
 RUN_AGAIN = "run the same command again, it resumes"
 DISK_FULL = ("No space left on device", "Disk quota exceeded", "exit 74")  # 74: the child could not write its reply
 RACE_ROUNDS = 2
-CANARY = "canary"  # a fresh run of the user's settings that the snapshot is held against; no part of the search
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ class Search:
             limit=self._shadow_limit,
         )
         self._predictor = Predictor(description, machine.device, self._shadows)
+        self._snapshot = SnapshotWatch(launcher, listener.said)
         self._mirror = Mirror(directory.path / "study.db", space, self.history(), budget, listener.said)
         self._repeats = 0
         self._said_limit = False
-        self._said_read: set[str] = set()  # fields of which it was told that changing them costs a fresh start
         for m in self.history():
             self._predictor.learn(m)
         largest = max((int(b) for b in space.values.get("per_device_eval_batch_size", (0,))), default=0)
@@ -115,15 +115,13 @@ class Search:
 
         Not those of other libraries or machines, of a workload with other knobs, nor of a probe that somebody killed.
         """
+        known = [m for m in self._measured() if m.purpose != CANARY and m.outcome is not Outcome.KILLED]
+        return [m for m in known if not (self._snapshot.rejected and m.start == "snapshot")]
+
+    def _measured(self) -> list[Measurement]:
         knobs = self.space.baseline.values.keys()
-        return [
-            judge(m, self._budget)
-            for m in self._directory.measurements
-            if m.device == self._machine.key
-            and m.candidate.values.keys() == knobs
-            and m.outcome is not Outcome.KILLED
-            and m.purpose != CANARY
-        ]
+        mine = [m for m in self._directory.measurements if m.device == self._machine.key]
+        return [judge(m, self._budget) for m in mine if m.candidate.values.keys() == knobs]
 
     def baseline_measurement(self) -> Measurement | None:
         """The last word on the user's own settings: undisturbed where there is one."""
@@ -168,6 +166,7 @@ class Search:
 
     def run_train(self, in_code: bool) -> None:
         """Probe training candidates until the plan ends or the limits do."""
+        self._check_snapshot()
         plan = TrainPlan(self.space, self._predictor, self._description, self._budget)
         while True:
             step = plan.next(self.history(), in_code)
@@ -182,35 +181,23 @@ class Search:
                     self._keep_prediction(m.candidate)
                 continue  # what is known now may speak for another candidate
             timed = step.purpose == "baseline"
-            measured = self.measure(step.candidate, step.purpose, step.why, evaluate=timed)
+            self.measure(step.candidate, step.purpose, step.why, evaluate=timed)
             if timed:
-                self._check_snapshot(measured)
+                self._check_snapshot()
 
-    def _check_snapshot(self, forked: Measurement) -> None:
-        """Hold the first probe that branched off the snapshot against one of the same settings that starts afresh.
+    def _check_snapshot(self) -> None:
+        """Once the baseline has run; it counts for no limit."""
 
-        Once in a run directory: what an earlier run of this search has found out stands. It counts for no limit.
-        """
-        if self._launcher.snapshot is None:
-            return
-        found = [m for m in self._directory.measurements if m.purpose == CANARY and m.device == self._machine.key]
-        if not found and forked.start == "snapshot":
-            why = "the same settings afresh, beside which the snapshot has to measure alike"
-            for _ in range(2):  # once more where somebody else used the machine: it stands for the whole search
-                found = [self._probe(self.space.baseline, CANARY, why, True, False, False, "fresh", None)]
-                if (
-                    found[0].outcome not in (Outcome.CONTAMINATED, Outcome.CRASHED, Outcome.KILLED)
-                    or self.out_of_time()
-                ):
-                    break
-        if not found:
-            return
-        difference = difference_of(forked, found[-1])
-        if difference is not None:
-            self._launcher.drop_snapshot()
-            self.say(
-                f"the snapshot does not measure as a fresh start does ({difference}), so every probe starts afresh"
-            )
+        def measured() -> list[Measurement]:
+            own = [m for m in self._measured() if m.purpose in ("baseline", CANARY)]
+            return [m for m in own if m.candidate == self.space.baseline]
+
+        def canary(way: str) -> Measurement:
+            why = "the same settings started in the other way, to measure alike"
+            return self._probe(self.space.baseline, CANARY, why, True, False, False, way, None)
+
+        if measured():
+            self._snapshot.check(measured, canary, hurried=self.out_of_time() is not None)
 
     def _trace(self, candidate: Candidate) -> bool:
         """Make the shadow runs of a structure that has none, while there is time. Returns whether there are new ones.
@@ -402,7 +389,7 @@ class Search:
                 sampled_rows=self._description.sampled_rows,
                 sampled_eval_rows=self._description.sampled_eval_rows,
             ),
-            arguments={} if files else arguments,
+            arguments=arguments,
             model_kwargs={} if files else kwargs,
             logits=None if files else candidate.get("logits"),
             switches=switches_of(candidate, self._description),
@@ -412,7 +399,8 @@ class Search:
         )
         how = how or self._launcher.way
         self._listener.probe_started(folder.name, purpose, candidate, why, self.seconds_left())
-        self._mirror.ask(candidate, purpose)
+        if purpose != CANARY:
+            self._mirror.ask(candidate, purpose)
         ended = self._launcher.probe(
             request,
             how=how,
@@ -421,7 +409,7 @@ class Search:
             options=self._task.script.interpreter_options if self._task.script else (),
             expected=arguments,
         )
-        self._say_why_afresh(request, how, ended.how)
+        self._snapshot.tell(request, how, ended.how)
         measurement = measurement_of(ended, request, candidate, purpose, self._budget, self._machine)
         self._keep_prediction(candidate)
         if measurement.failure is not None and any(sign in measurement.failure.message for sign in DISK_FULL):
@@ -430,24 +418,12 @@ class Search:
                 "command again, it resumes"
             )
         self._directory.record(measurement)
-        self._mirror.tell(measurement)
-        self._predictor.learn(measurement)
-        self._keep_provisional(measurement)
+        if purpose != CANARY:
+            self._mirror.tell(measurement)
+            self._predictor.learn(measurement)
+            self._keep_provisional(measurement)
         self._listener.probe_ended(measurement, self._best_so_far())
         return measurement
-
-    def _say_why_afresh(self, request: Request, asked: str, how: str) -> None:
-        """Tell once for each field why probes that change it cannot branch off the snapshot."""
-        snapshot = self._launcher.snapshot
-        if asked != "snapshot" or how == "snapshot" or snapshot is None:
-            return
-        fields = sorted(snapshot.changed(request) & snapshot.read_by_script)
-        if fields and not set(fields) <= self._said_read:
-            self._said_read |= set(fields)
-            self.say(
-                f"the script reads {', '.join(fields)} before it makes its Trainer, so probes that change it run the script "
-                "from its start"
-            )
 
     def _keep_prediction(self, candidate: Candidate) -> None:
         """What was predicted of a candidate goes to the journal beside what is measured of it."""

@@ -1,7 +1,8 @@
 """What is a secret in a text: values of variables whose names say so, what stands beside such a name, tokens by their looks.
 
-Everything that is written to disk passes here: a command, a traceback, the output of a script. It cannot know a secret
-that has neither a telling name nor a telling form.
+What is recorded passes here: a command, a traceback, the end of a script's output where it is told. The logs in a probe's
+folder are the script's own words and stay as they are, readable by the user alone. A secret that has neither a telling
+name nor a telling form cannot be known.
 """
 
 import json

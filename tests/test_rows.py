@@ -32,7 +32,7 @@ from transformers import (
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from autofit.harness import row_sample
-from autofit.harness.phases import pick_evaluation_set, pick_training_set
+from autofit.harness.data_sets import pick_evaluation_set, pick_training_set
 from autofit.harness.row_sample import SAMPLE_ROWS, buffered, has_rows, sample_rows
 from autofit.harness.row_sizes import Reader, field_sizes
 from autofit.harness.rows import BlockSampler, RowPlan, prepare_rows

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import SequentialSampler
 
-from autofit.harness.phases import has_own_train_loader, pick_training_set
+from autofit.harness.data_sets import has_own_train_loader, pick_training_set
 from autofit.harness.row_sample import sample_rows
 from autofit.harness.row_sizes import Reader
 from autofit.harness.rows import subset

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from autofit.harness import rows
-from autofit.harness.phases import pick_evaluation_set
+from autofit.harness.data_sets import pick_evaluation_set
 from autofit.harness.row_sample import has_rows
 from autofit.harness.rules import InvalidProbe
 

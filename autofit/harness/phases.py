@@ -16,11 +16,17 @@ from transformers import TrainerCallback
 from transformers.trainer_pt_utils import find_batch_size
 
 from autofit.harness import rows
+from autofit.harness.data_sets import (
+    EVAL_STEPS,
+    effective_batch,
+    has_own_eval_loader,
+    has_own_train_loader,
+    pick_evaluation_set,
+    pick_training_set,
+)
 from autofit.harness.device_meter import DeviceMeter, Peaks, watch_training
 from autofit.harness.evaluation import AccumulationLog, project
 from autofit.harness.recorder import Recorder
-from autofit.harness.row_sample import buffered, has_rows, largest_set
-from autofit.harness.row_sizes import Reader
 from autofit.harness.rules import InvalidProbe
 from autofit.machine import run_delay_seconds
 from autofit.records import EvaluationGrowth, PhaseRecord, Schedule, Speed
@@ -36,8 +42,6 @@ MAX_SKIPPED = (
     12  # the fp16 scaler starts at 2**16 and halves; more skips than bits to lose means that it never finds a scale
 )
 PLANNED_STEPS = 4000  # bound of a probe; a timed window ends far earlier
-EVAL_STEPS = 4
-BUFFERED_ROWS = 500  # of an iterable set
 MIN_WINDOW_SECONDS = 1.0  # ten steps of a few milliseconds are no measurement
 
 
@@ -109,7 +113,7 @@ class Phases(TrainerCallback):
             return
         plan = self._plan_rows(dataset)
         self.longest_row, self._uniform = plan.longest_row, plan.uniform
-        self._sampler = rows.BlockSampler(plan, _effective_batch(trainer), PLANNED_STEPS, trainer.args.train_batch_size)
+        self._sampler = rows.BlockSampler(plan, effective_batch(trainer), PLANNED_STEPS, trainer.args.train_batch_size)
         trainer._get_train_sampler = lambda *_: self._sampler
 
     # ---- listening ----
@@ -300,7 +304,7 @@ class Phases(TrainerCallback):
             ):
                 break
         delay = _share(delay_before, run_delay_seconds(), sum(windows))
-        self.train_speed = Speed(_effective_batch(self._trainer) * rows.TYPICAL_BLOCKS, tuple(windows), delay)
+        self.train_speed = Speed(effective_batch(self._trainer) * rows.TYPICAL_BLOCKS, tuple(windows), delay)
 
     def _worst_case_evaluation(self) -> Iterator[str]:
         trainer, dataset = self._trainer, self._eval_set
@@ -377,7 +381,7 @@ class Phases(TrainerCallback):
         Collators that lay a batch out as one row (packing without padding) or a row out as two (pairs) are let be: the
         harness's own sampler has given them the right number.
         """
-        asked = _effective_batch(self._trainer)
+        asked = effective_batch(self._trainer)
         took = self._most_rows  # a script's own loader may end in a smaller batch
         if self._sampler is not None:
             in_one_row = took == self._trainer.args.gradient_accumulation_steps
@@ -408,83 +412,6 @@ class Phases(TrainerCallback):
                 raise InvalidProbe(
                     "nonfinite_parameters", f"{name} holds values that are no numbers after {self.steps} steps"
                 )
-
-
-def pick_training_set(trainer: Any, notes: list[str], sample: int | None = None) -> Any:
-    """The training set, its rows to be asked for by index and read as far as a plan of them needs: of an iterable one
-    the first rows.
-
-    `sample`: so many rows are read, as the first process has chosen; None: as many as the bounds allow. What was cut,
-    which sizes were found, and whether the script has a loader of its own, is said in `notes`. A set that the script's
-    own loader runs over is left as it is.
-    """
-    dataset = trainer.train_dataset
-    if has_own_train_loader(trainer):
-        notes.append("rows: the script makes its own training loader, whose order is kept")
-        return dataset
-    if dataset is None:  # the training says so in Trainer's words
-        return None
-    if not has_rows(dataset):
-        dataset = buffered(dataset, max(BUFFERED_ROWS, 4 * _effective_batch(trainer)), sample)
-        notes.append(f"rows: the first {len(dataset)} of an iterable data set")
-    if not len(dataset):
-        return dataset
-    plan = rows.RowPlan(dataset, sample=sample, reader=Reader.of(trainer))
-    if plan.told():
-        notes.append(f"rows: {plan.told()}")
-    return plan.dataset
-
-
-def pick_evaluation_set(trainer: Any, notes: list[str], sample: int | None = None) -> tuple[str | None, Any]:
-    """The evaluation set, its rows to be asked for by index; of several the one with the most rows, and its name.
-
-    None where there is none, or no rows in it. `sample` as for `pick_training_set`. What was chosen or cut, which sizes
-    were found, and whether the script has a loader of its own, is said in `notes`. A set that the script's own loader
-    runs over is left as it is.
-    """
-    name, dataset = largest_set(trainer.eval_dataset)
-    if name is not None:
-        notes.append(f"evaluation: {name}, the largest of {len(trainer.eval_dataset)} sets")
-    if dataset is None:
-        return name, None
-    if has_own_eval_loader(trainer):
-        if has_rows(dataset) and not len(dataset):
-            return name, None
-        notes.append(
-            "evaluation: the script makes its own loader, which runs over everything; it is measured, not tuned"
-        )
-        return name, dataset
-    if not has_rows(dataset):
-        dataset = buffered(dataset, max(BUFFERED_ROWS, EVAL_STEPS * trainer.args.eval_batch_size), sample)
-        notes.append(
-            f"evaluation: the first {len(dataset)} rows of an iterable data set; the projection covers only these"
-        )
-    if not len(dataset):
-        return name, None
-    plan = rows.RowPlan(dataset, sample=sample, reader=Reader.of(trainer))
-    if plan.told():
-        notes.append(f"evaluation: {plan.told()}")
-    return name, plan.dataset
-
-
-def has_own_train_loader(trainer: Any) -> bool:
-    """Whether the script decides by itself which rows are trained on and in which batches."""
-    return _overrides(trainer, "get_train_dataloader")
-
-
-def has_own_eval_loader(trainer: Any) -> bool:
-    """Whether the script decides by itself which rows are evaluated and in which batches."""
-    return _overrides(trainer, "get_eval_dataloader")
-
-
-def _effective_batch(trainer: Any) -> int:
-    """Rows of one optimizer step."""
-    return trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
-
-
-def _overrides(trainer: Any, method: str) -> bool:
-    """Whether a subclass outside transformers has its own `method`."""
-    return not getattr(type(trainer), method).__module__.startswith("transformers.")
 
 
 def _share(before: float | None, after: float | None, seconds: float) -> float | None:

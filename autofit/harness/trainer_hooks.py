@@ -132,14 +132,14 @@ class Harness:
 
     def _few_rows(self, trainer: Any, dataset: Any) -> Any:
         """A few batches for an evaluation that the script makes before it trains: nobody waits for its result."""
-        from autofit.harness import phases, row_sample, rows
+        from autofit.harness import data_sets, row_sample, rows
 
         if isinstance(dataset, str):  # the name of one of several
             dataset = trainer.eval_dataset[dataset]
         dataset = trainer.eval_dataset if dataset is None else dataset
-        if not row_sample.has_rows(dataset) or isinstance(dataset, dict) or phases.has_own_eval_loader(trainer):
+        if not row_sample.has_rows(dataset) or isinstance(dataset, dict) or data_sets.has_own_eval_loader(trainer):
             return dataset
-        count = min(len(dataset), phases.EVAL_STEPS * trainer.args.eval_batch_size)
+        count = min(len(dataset), data_sets.EVAL_STEPS * trainer.args.eval_batch_size)
         return rows.subset(dataset, list(range(count)))
 
     # ---- construction ----

@@ -39,7 +39,7 @@ def describe(
         name = str(parameter.dtype).removeprefix("torch.")
         dtypes[name] = dtypes.get(name, 0) + parameter.numel()
     # What the probes will take, from the same functions; they need torch, which this module is imported without.
-    from autofit.harness.phases import has_own_eval_loader, pick_evaluation_set, pick_training_set
+    from autofit.harness.data_sets import has_own_eval_loader, pick_evaluation_set, pick_training_set
     from autofit.harness.row_sample import has_rows
     from autofit.harness.row_sizes import Reader
 

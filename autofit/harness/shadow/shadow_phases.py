@@ -15,8 +15,9 @@ import transformers.trainer
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autofit.harness.data_sets import EVAL_STEPS
 from autofit.harness.evaluation import tensors_in
-from autofit.harness.phases import EVAL_STEPS, STEP, STOP, Phases
+from autofit.harness.phases import STEP, STOP, Phases
 from autofit.harness.rows import RowPlan
 from autofit.harness.shadow.ledger import ACTIVATIONS, EVALUATION, GRADIENTS, OPTIMIZER, TEMPORARIES
 from autofit.harness.shadow.meter import ShadowMeter

@@ -1002,8 +1002,8 @@ def test_metrics_that_are_no_number_on_a_few_rows_are_not_changed_ones(train):
 BIG_EVALUATION = {"vocab_size": 8000}
 ROWS = 80  # of 64 × 8000 scores: 164 MB in float32
 WHOLE = """
-import autofit.harness.phases
-autofit.harness.phases.EVAL_STEPS = 10**6
+import autofit.harness.evaluation_phases
+autofit.harness.evaluation_phases.EVAL_STEPS = 10**6
 """
 
 

@@ -12,26 +12,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 from transformers.trainer_pt_utils import find_batch_size
 
 from autofit.harness import rows
 from autofit.harness.data_sets import (
-    EVAL_STEPS,
     effective_batch,
-    has_own_eval_loader,
     has_own_train_loader,
-    pick_evaluation_set,
     pick_training_set,
 )
 from autofit.harness.device_meter import DeviceMeter, Peaks, watch_training
-from autofit.harness.evaluation import AccumulationLog, project
+from autofit.harness.evaluation_phases import EVALUATE, EvaluationPhases, delay_share
 from autofit.harness.recorder import Recorder
 from autofit.harness.rules import InvalidProbe
 from autofit.machine import run_delay_seconds
-from autofit.records import EvaluationGrowth, PhaseRecord, Schedule, Speed
+from autofit.records import PhaseRecord, Schedule, Speed
 
-STEP, EVALUATE, SAVE, STOP = "step", "evaluate", "save", "stop"
+STEP, SAVE, STOP = "step", "save", "stop"
 
 MIN_STEPS, MAX_STEPS = (
     3,
@@ -45,33 +41,26 @@ PLANNED_STEPS = 4000  # bound of a probe; a timed window ends far earlier
 MIN_WINDOW_SECONDS = 1.0  # ten steps of a few milliseconds are no measurement
 
 
-class Phases(TrainerCallback):
+class Phases(EvaluationPhases):
     """Drives one Trainer through the schedule and keeps what was measured."""
 
     def __init__(
         self, trainer: Any, schedule: Schedule, meter: DeviceMeter, recorder: Recorder, eval_rows: int
     ) -> None:
+        super().__init__(trainer, schedule, meter, recorder, eval_rows)
         self.records: list[PhaseRecord] = []
         self.train_speed: Speed | None = None
-        self.eval_speed: Speed | None = None
-        self.growth: EvaluationGrowth | None = None
-        self.notes: list[str] = []
         self.first_step_seconds: float | None = None
-        self.measured_seconds = 0.0
         self.rows_per_step: int | None = None
         self.micro_batches: set[int] = set()
         self.steps = self.skipped = 0
         self.longest_row: int | None = None
-        self._trainer, self._schedule, self._meter, self._recorder = trainer, schedule, meter, recorder
-        self._eval_rows_timed = eval_rows
         self._losses: list[torch.Tensor] = []
         self._rows_now = self._most_rows = 0
         self._skipped_before = 0  # of the steps whose losses have been looked at
         self._watch_gradients, self._gradient_seen = True, False
-        self._first_prediction_peak: int | None = None
         self._command = STEP
         self._step_began = 0.0
-        self._accumulated = AccumulationLog(trainer.args.eval_batch_size)
         self._sampler: rows.BlockSampler | None = None
         self._uniform = False
         self._generator = self._schedule_steps()
@@ -80,26 +69,14 @@ class Phases(TrainerCallback):
 
     def attach(self) -> None:
         """Replace the rows and listen to the steps. Called right before the real `train`."""
-        import transformers.trainer
-
         trainer = self._trainer
-        self._accumulated.install(transformers.trainer)
         self._prepare_training_rows()
-        self._eval_name, self._eval_set = pick_evaluation_set(trainer, self.notes, self._schedule.sampled_eval_rows)
-        self._own_eval_loader = has_own_eval_loader(trainer)
+        self.attach_evaluation()
         trainer.add_callback(self)
         self._wrap("training_step", self._training_step)
         self._wrap("_maybe_log_save_evaluate", self._log_save_evaluate)
-        if trainer.compute_metrics is not None:
-            self._wrap("compute_metrics", self._metrics)
-        # The best metric may be that of a set that is not evaluated here, and nothing is chosen by it.
-        trainer._determine_best_metric = lambda *args, **kwargs: False
         backward = trainer.accelerator.backward
         trainer.accelerator.backward = lambda *args, **kwargs: self._backward(backward, *args, **kwargs)
-
-    def _wrap(self, name: str, around: Any) -> None:
-        original = getattr(self._trainer, name)
-        setattr(self._trainer, name, lambda *args, **kwargs: around(original, *args, **kwargs))
 
     def begin_training(self, load_began: float, budget_bytes: int | None) -> None:
         """Close the loading and set the meter for the training. `load_began` is a time of `perf_counter`."""
@@ -131,12 +108,6 @@ class Phases(TrainerCallback):
         self._recorder.phase = "backward"
         original(*args, **kwargs)
         self._recorder.phase = self._phase
-
-    def _metrics(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self._recorder.at("metrics", self.steps)
-        result = original(*args, **kwargs)
-        self._recorder.at("evaluate", self.steps)
-        return result
 
     def _log_save_evaluate(self, original: Any, *args: Any, **kwargs: Any) -> None:
         """Runs at the end of each step, after the callbacks: evaluations and checkpoints that were asked for happen here."""
@@ -184,10 +155,6 @@ class Phases(TrainerCallback):
         control.should_evaluate = control.should_save = False
         return control
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._first_prediction_peak is None:
-            self._first_prediction_peak = self._meter.held_peak()
-
     def _advance(self) -> None:
         self._command = next(self._generator, STOP)
         control = self._trainer.control
@@ -206,7 +173,7 @@ class Phases(TrainerCallback):
         if not self._gradient_seen:
             raise InvalidProbe("no_gradient", "no gradient reaches a trainable parameter")
         self._check_losses()
-        evaluating = self._schedule.evaluate and self._eval_set is not None
+        evaluating = self._evaluates
         if evaluating:
             self._close("train", began)
             yield from self._worst_case_evaluation()
@@ -303,75 +270,8 @@ class Phases(TrainerCallback):
                 (enough_steps and total >= MIN_WINDOW_SECONDS) or total >= self._schedule.timed_seconds
             ):
                 break
-        delay = _share(delay_before, run_delay_seconds(), sum(windows))
+        delay = delay_share(delay_before, run_delay_seconds(), sum(windows))
         self.train_speed = Speed(effective_batch(self._trainer) * rows.TYPICAL_BLOCKS, tuple(windows), delay)
-
-    def _worst_case_evaluation(self) -> Iterator[str]:
-        trainer, dataset = self._trainer, self._eval_set
-        if self._own_eval_loader:  # what it takes is not known, so it takes everything, and nothing is left to project
-            began = self._open("evaluate")
-            yield from self._evaluation(
-                trainer.eval_dataset if self._eval_name is None else trainer.eval_dataset[self._eval_name]
-            )
-            self._close("evaluate", began)
-            return
-        batch = trainer.args.eval_batch_size
-        plan = self._plan_rows(dataset)
-        count = self._rows_evaluated(batch, plan.total)
-        base = self._meter.held_bytes()
-        began = self._open("evaluate")
-        yield from self._evaluation(rows.subset(dataset, plan.longest(count, batch)))
-        record = self._close("evaluate", began)
-        if self._first_prediction_peak is None:
-            self.notes.append(
-                "evaluation: the script's own evaluate() makes no prediction step; it is run, not measured"
-            )
-            return
-        self.growth = project(
-            on_host=self._meter.name == "cpu",
-            base_bytes=base,
-            first_step_peak=self._first_prediction_peak or base,
-            measured_peak=record.process_bytes or 0,
-            outputs=self._accumulated.bytes_per_row,
-            host_outputs=self._accumulated.host_bytes_per_row,
-            rows_measured=count,
-            rows_total=plan.total,
-            batch=batch,
-            accumulation_steps=trainer.args.eval_accumulation_steps,
-            concatenates=trainer.args.eval_do_concat_batches,
-        )
-
-    def _rows_evaluated(self, batch: int, total: int) -> int:
-        return min(EVAL_STEPS * batch, total)
-
-    def _plan_rows(self, dataset: Any) -> rows.RowPlan:
-        return rows.RowPlan(dataset, self._schedule.seed)  # read when it was picked
-
-    def _timed_evaluation(self) -> Iterator[str]:
-        plan = self._plan_rows(self._eval_set)
-        order = plan.typical(min(plan.total, self._eval_rows_timed))
-        chosen = rows.subset(self._eval_set, plan.cycled(order, self._eval_rows_timed))
-        self._phase = "evaluate"
-        self._recorder.at("evaluate", self.steps, timed=True)
-        delay_before, seconds = run_delay_seconds(), []
-        while len(seconds) < 3 and sum(seconds) < self._schedule.timed_seconds / 2:
-            self._meter.synchronize()
-            began = time.perf_counter()
-            yield from self._evaluation(chosen)
-            self._meter.synchronize()
-            seconds.append(time.perf_counter() - began)
-        delay = _share(delay_before, run_delay_seconds(), sum(seconds))
-        self.eval_speed = Speed(self._eval_rows_timed, tuple(seconds), delay)
-
-    def _evaluation(self, dataset: Any) -> Iterator[str]:
-        trainer = self._trainer
-        whole = trainer.eval_dataset
-        trainer.eval_dataset = dataset if self._eval_name is None else {self._eval_name: dataset}
-        getattr(trainer, "_eval_dataloaders", {}).clear()  # kept where workers persist
-        began = time.perf_counter()
-        yield EVALUATE
-        self.measured_seconds += time.perf_counter() - began
-        trainer.eval_dataset = whole
 
     # ---- what makes a run no training ----
 
@@ -412,9 +312,3 @@ class Phases(TrainerCallback):
                 raise InvalidProbe(
                     "nonfinite_parameters", f"{name} holds values that are no numbers after {self.steps} steps"
                 )
-
-
-def _share(before: float | None, after: float | None, seconds: float) -> float | None:
-    if before is None or after is None or not seconds or math.isnan(seconds):
-        return None
-    return (after - before) / seconds

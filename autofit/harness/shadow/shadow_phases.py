@@ -181,7 +181,7 @@ class ShadowPhases(Phases):
         while self.steps < STEPS:
             yield STEP
         self._close("train", began)
-        if self._schedule.evaluate and self._eval_set is not None:
+        if self._evaluates:
             self._ledger.begin_phase("evaluate")
             self._evaluation_began = self._ledger.events
             self._ledger.set_category(ACTIVATIONS)

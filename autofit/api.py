@@ -57,7 +57,10 @@ __all__ = ["Forecast", "Forecasts", "Options", "Plan", "Result", "load", "plan",
 
 RUNS_FOLDER = Path("autofit-runs")
 LEAST_PROBES = 8  # the baseline, two alternatives, one evaluation, and the confirmation in two turns
-DISTURBED = "somebody else used the machine in every turn of the confirmation, so no gain is told; run it again when it is quiet"
+DISTURBED = (
+    "somebody else used the machine in every turn of the confirmation, so no gain is told; search again when it is "
+    "quiet, with --out and another folder"
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Options(preflight.WorkloadOptions):
     min_gain: float = 0.01  # differences below this are no reason to prefer one candidate
     seed: int = 0
     knobs: tuple[str, ...] = ()  # name=v1,v2
-    allow: tuple[str, ...] = ()  # training
+    allow: tuple[str, ...] = ()  # training, code
     snapshot: bool | None = None  # whether probes branch off a script at its Trainer; None: on the CPU only
 
 
@@ -187,7 +190,15 @@ class _Prepared:
         self._task, self._machine, self._budget = task, machine, budget
         self._directory, self._launcher = directory, launcher
         where = directory.path / "probes" / "describe"
-        self.description = preflight.describe(task, machine, launcher, where, listener.said, snapshot=options.snapshot)
+        self.description = preflight.describe(
+            task,
+            machine,
+            launcher,
+            where,
+            listener.said,
+            snapshot=options.snapshot,
+            check_forms="code" in options.allow,
+        )
         self._space = preflight.space_of(self.description, machine, task, options.knobs, options.allow)
         preflight.check_weights(self.description, budget)
         listener.described(self.description, self._space.baseline, self._space.size)

@@ -13,12 +13,12 @@ from types import MappingProxyType
 from typing import Any
 
 from autofit.knobs import KNOBS, needs_code, switches_of
-from autofit.own_settings import COMMAND_FILE, OwnSettings, make_own_settings
-from autofit.records import Candidate, Description, ScriptTask, Task
+from autofit.own_settings import COMMAND_FILE, SNIPPET_FILE, OwnSettings, make_own_settings
+from autofit.records import METRICS_FIELDS, Candidate, Description, ScriptTask, Task
 from autofit.store import replaced_folder, write_atomically, write_json
-from autofit.trainer_args import ALIASES, arguments_of
+from autofit.trainer_args import ALIASES, arguments_of, metrics_field
 
-ARGUMENTS_FILE, MODEL_FILE, SNIPPET_FILE = "training_args.json", "model_kwargs.json", "snippet.py"
+ARGUMENTS_FILE, MODEL_FILE = "training_args.json", "model_kwargs.json"
 WRITTEN = (ARGUMENTS_FILE, MODEL_FILE, SNIPPET_FILE, COMMAND_FILE)  # names that a user's file of settings may not take
 
 
@@ -97,30 +97,36 @@ def write_files(
 
 
 def snippet(candidate: Candidate, baseline: Candidate, switches: Mapping[str, bool] = MappingProxyType({})) -> str:
-    """Python that completes `training_args.json`: what to pass to the model and to the Trainer, and what to set on it."""
-    lines = [
-        '"""What training_args.json cannot say. Pass MODEL_KWARGS to from_pretrained',
-        'and preprocess_logits_for_metrics, where it stands here, to the Trainer."""',
-        "",
-    ]
+    """Python that completes `training_args.json`: in its docstring lines for the script, below them what they name."""
+    kwargs = model_kwargs(candidate, baseline)
     reduction = candidate.get("logits")
     reduces = reduction not in (None, "full") and reduction != baseline.get("logits")
+    told, lines = ["What training_args.json cannot say: lines to add to the script."], []
+    if kwargs:
+        told += ["", "Where the model has been made, in whatever way:"]
+        told.append(f'    model.set_attn_implementation("{kwargs["attn_implementation"]}")')
     if reduces:
         lines += [f"from autofit.logits import {reduction} as preprocess_logits_for_metrics", ""]
-    lines.append(f"MODEL_KWARGS = {model_kwargs(candidate, baseline)!r}")
+        told += ["", "Where the Trainer has been made:"]
+        told.append(f"    {lines[0]}")
+        told.append("    trainer.preprocess_logits_for_metrics = preprocess_logits_for_metrics")
+    if switches:
+        told += ["", "Before trainer.train(), so that gradients stay as they are at another accumulation:"]
+        told += [f"    trainer.{name} = {value}" for name, value in switches.items()]
+    forms = {n: metrics_field(n, candidate[n]) for n in METRICS_FIELDS if candidate.get(n) != baseline.get(n)}
+    if forms:
+        told += ["", "training_args.json changes what compute_metrics receives; metrics were the same on your rows:"]
+        told += [f"    {name} = {value!r}" for name, value in forms.items()]
+    lines.append(f"MODEL_KWARGS = {kwargs!r}")
     names = ["MODEL_KWARGS"]
     if switches:
-        lines += [
-            "",
-            "# The loss has to be divided by the accumulation steps: for these, setattr(trainer, name, value).",
-        ]
         lines.append(f"TRAINER_ATTRIBUTES = {dict(switches)!r}")
         names.append("TRAINER_ATTRIBUTES")
     if reduces:
         names.append("preprocess_logits_for_metrics")
     if len(names) > 1:
         lines += ["", f"__all__ = {names!r}".replace("'", '"')]
-    return "\n".join(lines) + "\n"
+    return "\n".join(['"""' + "\n".join(told), '"""', "", *lines]) + "\n"
 
 
 def read_arguments(folder: Path) -> dict[str, Any]:

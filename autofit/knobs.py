@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autofit.errors import UsageError
-from autofit.records import Candidate, Description, Effect, KnobValue, Machine
+from autofit.records import METRICS_FIELDS, Candidate, Description, Effect, KnobValue, Machine
 
 ADAMW = ("adamw_torch_fused", "adamw_torch")  # the same update; fused keeps no temporary copy of the parameters
 OTHER_OPTIMIZERS = ("adafactor", "sgd")  # another training; only with --allow training
@@ -21,7 +21,7 @@ class Knob:
     name: str  # the TrainingArguments field where there is one
     phase: str  # train or evaluate: the phase whose speed and memory it changes
     effect: Effect
-    in_code: bool = False  # no TrainingArguments field: the user has to write it in code
+    in_code: bool = False  # the user has to write or to look at code: no TrainingArguments field, or what metrics get
 
 
 KNOBS = {
@@ -37,6 +37,7 @@ KNOBS = {
         Knob("per_device_eval_batch_size", "evaluate", Effect.EXACT),
         Knob("eval_accumulation_steps", "evaluate", Effect.EXACT),
         Knob("logits", "evaluate", Effect.EXACT, in_code=True),
+        *(Knob(name, "evaluate", Effect.EXACT, in_code=True) for name in METRICS_FIELDS),
     )
 }
 
@@ -84,11 +85,11 @@ class Space:
         return tuple(sorted(self.values["per_device_train_batch_size"]))
 
     def batches_for(self, in_code: bool) -> tuple[int, ...]:
-        """Those that need no code, where `in_code` is not set."""
+        """Those that need no code, where `in_code` is not set; none where `--knob` leaves only others."""
         if in_code or "loss" not in self.values:
             return self.batches
         own = self.baseline["gradient_accumulation_steps"]
-        return tuple(b for b in self.batches if self.effective_batch // b == own) or self.batches
+        return tuple(b for b in self.batches if self.effective_batch // b == own)
 
     def flips(self, candidate: Candidate, phase: str, in_code: bool) -> list[tuple[str, Candidate]]:
         """Candidates that differ in one knob of `phase` other than the batch; knobs in code only when `in_code`."""
@@ -161,7 +162,7 @@ def make_space(
 ) -> Space:
     """What may vary for this workload on this machine.
 
-    `narrowed` holds the user's `--knob` values; `allow` may hold "training". Raises UsageError for a knob or
+    `narrowed` holds the user's `--knob` values; `allow` may hold "training" and "code". Raises UsageError for a knob or
     a value that cannot be used here.
     """
     effective = int(baseline["per_device_train_batch_size"]) * int(baseline["gradient_accumulation_steps"])
@@ -178,7 +179,10 @@ def make_space(
             "eval_accumulation_steps": (None, 1, 2, 4, 8, 16, 32) if description.has_metrics else (),
             "logits": description.reductions if "logits" in baseline.values else (),
         }
+        values |= {n: v for n, v in description.metrics_forms.items() if n in baseline.values}
     for name, options in narrowed.items():
+        if name in METRICS_FIELDS and "code" not in allow:
+            raise UsageError(f"--knob {name}: it changes what the metrics function receives; add --allow code")
         values[name] = _narrow(name, options, values)
     chosen = {}
     for name in baseline.values:

@@ -300,11 +300,32 @@ def tree_bytes(pid: int, *, root: Path = ROOT) -> int:
     each counts with its proportional share; pages shared with processes outside the tree would then count in part, so
     the sum is never below the largest process. A share that cannot be read is replaced by the resident pages.
     """
-    resident = {member: _resident_bytes(root, member) for member in _tree(pid, root)}
+    resident = {member: _resident_bytes(root, member) for member in process_tree(pid, root=root)}
     resident = {member: held for member, held in resident.items() if held}
     if len(resident) < 2:
         return sum(resident.values())
     return max(sum(_proportional_bytes(root, pid) or held for pid, held in resident.items()), *resident.values())
+
+
+def process_tree(pid: int, *, root: Path = ROOT) -> list[int]:
+    """The process and after it its descendants, from every process's parent: /proc/PID/task/TID/children is not everywhere."""
+    children = defaultdict(list)
+    for folder in (root / "proc").glob("[0-9]*"):
+        stat = _read(folder / "stat")
+        if stat:
+            parent = stat.rpartition(")")[2].split()[1]  # the name in parentheses may hold anything
+            children[int(parent)].append(int(folder.name))
+    tree = [pid]
+    for member in tree:
+        tree += children[member]
+    return tree
+
+
+def private_bytes(pid: int, *, root: Path = ROOT) -> int | None:
+    """Host memory that would be free if this one process were gone; None where it is, or the system does not tell."""
+    told = _read(root / "proc" / str(pid) / "smaps_rollup") or ""
+    kibibytes = [_field(told, name) for name in ("Private_Clean:", "Private_Dirty:", "Private_Hugetlb:")]
+    return None if None in kibibytes[:2] else sum(size or 0 for size in kibibytes) * 1024
 
 
 def run_delay_seconds(pid: int | str = "self", *, root: Path = ROOT) -> float | None:
@@ -411,20 +432,6 @@ def _cpu_name(root: Path) -> str:
     """The processor's name; ARM kernels give none, and the architecture stands for it."""
     match = re.search(r"^model name\s*:\s*(.+)$", _read(root / "proc/cpuinfo") or "", re.MULTILINE)
     return match.group(1).strip() if match else platform.machine()
-
-
-def _tree(pid: int, root: Path) -> list[int]:
-    """The process and its descendants, from every process's parent: /proc/PID/task/TID/children is not everywhere."""
-    children = defaultdict(list)
-    for folder in (root / "proc").glob("[0-9]*"):
-        stat = _read(folder / "stat")
-        if stat:
-            parent = stat.rpartition(")")[2].split()[1]  # the name in parentheses may hold anything
-            children[int(parent)].append(int(folder.name))
-    tree = [pid]
-    for member in tree:
-        tree += children[member]
-    return tree
 
 
 def _resident_bytes(root: Path, pid: int) -> int | None:

@@ -15,8 +15,8 @@ from autofit.trainer_args import ALIASES
 def edit_command(command: Sequence[str], values: Mapping[str, Any]) -> tuple[str, ...]:
     """The command (a script, or `-m` and a module, and its arguments) with these flags set, as `HfArgumentParser` reads them.
 
-    A flag that stands there keeps its place and its way of writing, one that is missing is added at the end. None takes
-    the flag away: no parser reads it. An abbreviated flag is not known to be one; what is added later wins over it.
+    A flag that stands there keeps its place and its way of writing, one that is missing is added at the end. None and an
+    empty list take the flag away: no parser reads them. An abbreviated flag is not known to be one; what is added later wins over it.
     """
     words = list(command)
     first = 2 if words[:1] == ["-m"] else 1
@@ -48,12 +48,14 @@ def _set_flag(arguments: Sequence[str], name: str, value: Any) -> list[str]:
     for at, word in enumerate(arguments):
         flag = word.partition("=")[0]
         if flag in _forms(name):
-            follows = flag == word and at + 1 < len(arguments) and not _looks_like_flag(arguments[at + 1])
-            spans.append((at, at + 2 if follows else at + 1))
+            end, most = at + 1, len(arguments) if isinstance(value, list) else at + 2
+            while flag == word and end < min(most, len(arguments)) and not _looks_like_flag(arguments[end]):
+                end += 1
+            spans.append((at, end))
         elif flag in _negations(name):
             spans.append((at, at + 1))
     kept = [word for at, word in enumerate(arguments) if not any(start <= at < end for start, end in spans)]
-    if value is None:
+    if value is None or value == []:
         return kept
     flag, place, joined = f"--{name}", len(kept), False
     if spans:
@@ -62,8 +64,11 @@ def _set_flag(arguments: Sequence[str], name: str, value: Any) -> list[str]:
         joined = bool(equals)
         if "-" in stem:
             flag = f"--{name.replace('_', '-')}"
-    text = json.dumps(value) if isinstance(value, (dict, list)) else str(value)
-    said = [f"{flag}={text}"] if joined or text.startswith("-") else [flag, text]
+    if isinstance(value, list):
+        said = [flag, *map(str, value)]
+    else:
+        text = json.dumps(value) if isinstance(value, dict) else str(value)
+        said = [f"{flag}={text}"] if joined or text.startswith("-") else [flag, text]
     return [*kept[:place], *said, *kept[place:]]
 
 

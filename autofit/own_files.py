@@ -16,7 +16,7 @@ from autofit.trainer_args import ALIASES
 
 _BLANK = re.compile(r"[ \t\r\n]*")
 _BREAK = re.compile(r"\r\n|\n|\r")
-_BREAKS = re.compile(r"(\r\n|\n|\r)\s*[\r\n]")
+_BREAKS = re.compile(r"(\r\n|\n|\r(?!\n))\s*(?:\r\n|\n|\r)")
 _SEPARATOR = re.compile(r"\s*,\s*")
 _LINE = re.compile(r"[^\r\n]*")
 _PLAIN_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
@@ -59,12 +59,8 @@ def edit_json(text: str, values: Mapping[str, Any]) -> str:
     opening = text.index("{")
     members, closing = _json_members(text, opening)
     edits: list[_Edit] = []
-    added: dict[str, Any] = {}
-    for name, value in values.items():
-        member = _find(members, name)
-        if member is None:
-            added[name] = value
-            continue
+    found, added = _split(members, values)
+    for name, (member, value) in found.items():
         if member.key != name:
             edits.append(_Edit(member.key_start, member.key_end, json.dumps(name)))
         if not _same(json.loads(text[member.value_start : member.value_end]), value):
@@ -152,16 +148,12 @@ def edit_yaml(text: str, values: Mapping[str, Any]) -> str:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise UsageError(f"it is no YAML that can be read safely ({' '.join(str(error).split())})") from error
     if not isinstance(before, dict) or not isinstance(root, yaml.MappingNode):
-        raise UsageError("it holds no YAML mapping")
+        raise UsageError("it is empty" if before is None else "it holds no YAML mapping")
     members = _yaml_members(text, events, [key for key, _ in root.value])
     edits: list[_Edit] = []
-    added: dict[str, Any] = {}
     replaced: list[_Member] = []
-    for name, value in values.items():
-        member = _find(members, name)
-        if member is None:
-            added[name] = value
-            continue
+    found, added = _split(members, values)
+    for name, (member, value) in found.items():
         if member.key != name:
             quote = text[member.key_start] if text[member.key_start] in "\"'" else ""
             edits.append(_Edit(member.key_start, member.key_end, f"{quote}{name}{quote}"))
@@ -322,6 +314,15 @@ def _find(members: Sequence[_Member], name: str) -> _Member | None:
         if found:
             return found[-1]
     return None
+
+
+def _split(
+    members: Sequence[_Member], values: Mapping[str, Any]
+) -> tuple[dict[str, tuple[_Member, Any]], dict[str, Any]]:
+    """Values by name: with the member in which each is set, and those that have none."""
+    places = {name: _find(members, name) for name in values}
+    found = {name: (member, values[name]) for name, member in places.items() if member is not None}
+    return found, {name: value for name, value in values.items() if name not in found}
 
 
 def _apply(text: str, edits: Sequence[_Edit]) -> str:

@@ -21,7 +21,7 @@ from autofit.store import PROVISIONAL
 from autofit.workloads.redaction import REDACTED
 from autofit.workloads.script_task import redact
 
-COMMAND_FILE = "command.txt"
+COMMAND_FILE, SNIPPET_FILE = "command.txt", "snippet.py"
 _EDITORS = {"json": edit_json, "yaml": edit_yaml}
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
@@ -46,29 +46,30 @@ def make_own_settings(
 ) -> OwnSettings:
     """The settings whose fields `changed` differ from the user's, for files in `folder`.
 
-    `with_code`: they need code beside. `taken` are names that the user's file cannot have there.
+    `with_code`: they need the code of a snippet in `folder`. `taken` are names that the user's file cannot have there.
     """
     source = description.source or ArgumentsSource("unknown")
     by_hand = said_elsewhere(source, changed, description.resolved)
     apply = _apply(folder, script, with_code)
+    snippet = _shown(folder / SNIPPET_FILE, script) if with_code else None
     if not changed:
-        return _choose(_shell(script, script.command), apply, by_hand, with_code)
+        return _choose(_shell(script, script.command), apply, by_hand, snippet)
     if source.kind == "flags":
-        unsaid = [n for n, v in changed.items() if v is None and not has_flag(script.command, n)]
+        unsaid = [n for n, v in changed.items() if v in (None, []) and not has_flag(script.command, n)]
         if unsaid:
             by_hand.append(
                 f"{' and '.join(unsaid)} must not be set at all, and no flag of the command does: remove it where it is"
             )
-        return _choose(_shell(script, edit_command(script.command, changed)), apply, by_hand, with_code)
+        return _choose(_shell(script, edit_command(script.command, changed)), apply, by_hand, snippet)
     if source.kind not in _EDITORS or source.file is None:
-        return _choose(None, apply, by_hand, with_code)
+        return _choose(None, apply, by_hand, snippet)
     theirs = _shown(source.file, script)
     try:
         in_flags, content = _edit(source, script, changed)
     except (OSError, ValueError, UsageError) as error:
         reason = getattr(error, "strerror", None) or error
-        by_hand.append(f"{theirs} could not be edited ({reason}): set {_listed(changed, description.resolved)} there")
-        return _choose(None, apply, by_hand, with_code)
+        by_hand.append(f"{theirs} could not be edited ({reason}): set {_listed(changed, description.resolved)} in it")
+        return _choose(None, apply, by_hand, snippet)
     name = os.path.basename(source.file)
     name = f"own-{name}" if name in taken else name
     edited = _shown(folder / name, script)
@@ -77,19 +78,22 @@ def make_own_settings(
         by_hand.append(f"the script itself names {theirs}: put {edited} in its place")
     note = f"{edited} is your {theirs} with the tuned fields, every other byte as it was"
     own = None if words is None else _shell(script, words)
-    return dataclasses.replace(_choose(own, apply, by_hand, with_code, note), name=name, content=content)
+    return dataclasses.replace(_choose(own, apply, by_hand, snippet, note), name=name, content=content)
 
 
-def _choose(own: str | None, apply: str | None, by_hand: list[str], with_code: bool, note: str = "") -> OwnSettings:
+def _choose(own: str | None, apply: str | None, by_hand: list[str], snippet: str | None, note: str = "") -> OwnSettings:
     """The user's own command where it says everything; else `autofit apply`, which needs no change in the script."""
     notes = [note] if note else []
+    code = [] if snippet is None else [f"add to the script what {snippet} says"]
     own_line, apply_line = _indented(own), _indented(apply)
     if own is None or by_hand:
         then = ["and then:", *own_line] if own is not None else []
-        or_by_hand = ["or by hand:", *by_hand, *then] if by_hand else []
+        or_by_hand = ["or by hand:", *by_hand, *code, *then] if by_hand else []
         return OwnSettings(apply, steps=(*apply_line, *or_by_hand, *notes))
-    code = ["or, with no code to write:", *apply_line] if with_code and apply_line else []
-    return OwnSettings(own, steps=(*own_line, *notes, *code))
+    if not code:
+        return OwnSettings(own, steps=(*own_line, *notes))
+    without = ["or, with no code to write:", *apply_line] if apply_line else []
+    return OwnSettings(f"# {code[0]}\n{own}", steps=(*code, "and then:", *own_line, *notes, *without))
 
 
 def _indented(command: str | None) -> list[str]:
@@ -108,7 +112,8 @@ def said_elsewhere(source: ArgumentsSource, changed: Mapping[str, Any], resolved
     if assigned:
         names = " and ".join(assigned)
         sentences.append(
-            f"the script assigns {names} by itself after its arguments were made: set {_listed(assigned, resolved)} there"
+            f"the script assigns {names} by itself after its arguments were made: have it assign "
+            f"{_listed(assigned, resolved)}"
         )
     return sentences
 

@@ -14,6 +14,10 @@ from typing import Any
 
 KnobValue = bool | int | str | None
 
+# Fields of TrainingArguments that change what a metrics function receives, in the order in which they are tried.
+METRICS_FIELDS = ("batch_eval_metrics", "prediction_loss_only", "include_for_metrics", "eval_do_concat_batches")
+EVALUATION_PHASES = ("evaluate", "generate", "metrics", "predict")  # of failures that say nothing against the training
+
 
 class Outcome(str, Enum):
     """How a probe ended. All of them are results; none is an error of the search."""
@@ -167,6 +171,8 @@ class Schedule:
     save: bool = False  # one checkpoint, as the confirmation writes it
     sampled_rows: int | None = None  # training rows whose sizes are read; None: as many as there is time for
     sampled_eval_rows: int | None = None
+    predict: bool = False  # also `predict()`, where evaluation is measured
+    check_forms: bool = False  # with `describe_only`: of the fields that change what the metrics function receives
     check_accumulation: bool = False  # with `describe_only`: compare gradients of a batch and of its parts
 
 
@@ -261,7 +267,7 @@ class Description:
     can_checkpoint: bool
     has_metrics: bool
     has_logits_reduction: bool  # the workload brings its own preprocess_logits_for_metrics
-    reductions: tuple[str, ...]  # logits reductions that the workload's metrics are known to accept
+    reductions: tuple[str, ...]  # of logits, that its metrics were seen to accept: full, then the fewest bytes first
     train_rows: int | None  # None: an iterable data set
     eval_rows: int | None  # None: no evaluation set, or one whose loader is the script's own
     longest_row: int | None  # elements of the longest input of a row: tokens, or pixels
@@ -277,13 +283,17 @@ class Description:
     sampled_eval_rows: int | None = None
     source: ArgumentsSource | None = None  # of a script; None: not known
     accumulation: AccumulationCheck | None = None  # None: not checked
+    # Field that changes what the metrics function receives -> values with which metrics were seen to be the same, the
+    # script's own first; only where they were looked at.
+    metrics_forms: dict[str, tuple[KnobValue, ...]] = field(default_factory=dict)
+    predicts: bool = False  # the script calls `predict()` behind its training, or is asked to
 
 
 @dataclass(frozen=True)
 class PhaseRecord:
     """Peaks of one phase. Peaks are the process's since the phase began, what earlier phases left included."""
 
-    name: str  # load, train, evaluate, train-again, save
+    name: str  # load, train, evaluate, predict, train-again, save
     seconds: float
     allocated_bytes: int | None = None  # live tensor bytes; on the CPU read in an untimed window of training only
     reserved_bytes: int | None = None  # held by torch's allocator; on the CPU growth of peak resident memory
@@ -315,14 +325,64 @@ class EvaluationGrowth:
     host_bytes_per_row: float  # accumulated on the host per row
     projected_process_bytes: int  # device peak of the whole evaluation; a projection
     projected_host_bytes: int  # growth of host memory over the whole evaluation; a projection
-    outputs: dict[str, float] = field(default_factory=dict)  # what accumulates -> bytes per row
+    outputs: dict[str, float] = field(default_factory=dict)  # what accumulates, by the model's names -> bytes per row
+    metrics_bytes_per_row: float = 0.0  # that the metrics function takes beside its arguments
+    host_level_bytes: int | None = None  # of the process tree when evaluation began
+    phase: str = "evaluate"  # or predict: what was projected
+
+    @property
+    def prediction_bytes_per_row(self) -> float:
+        """Of what the model puts out: neither losses nor labels nor inputs."""
+        return sum(size for name, size in self.outputs.items() if name not in ("losses", "labels", "inputs"))
+
+
+@dataclass(frozen=True)
+class LeakCheck:
+    """What a training keeps and never gives back, by what it keeps it, and how often the user's own training does that.
+
+    Zero where nothing was seen that matters. On the CPU the device's bytes are host memory and count as such too.
+    """
+
+    device_bytes_per_step: float = 0.0  # optimizer step
+    host_bytes_per_step: float = 0.0
+    device_bytes_per_evaluation: float = 0.0  # of the whole set; of memory that processes keep at least this
+    host_bytes_per_evaluation: float = 0.0  # of the process tree
+    processes_per_evaluation: int = 0
+    files_per_evaluation: int = 0  # descriptors
+    steps: int | None = None  # of the user's own training; None: not known
+    evaluations: int | None = None
+    holders: tuple[str, ...] = ()  # objects of the workload that hold it, or modules and lines that made it
+
+    @property
+    def found(self) -> bool:
+        return max(self.per_step_bytes, self.per_evaluation_bytes, self.processes_per_evaluation) > 0
+
+    @property
+    def per_step_bytes(self) -> float:
+        return max(self.device_bytes_per_step, self.host_bytes_per_step)
+
+    @property
+    def per_evaluation_bytes(self) -> float:
+        return max(self.device_bytes_per_evaluation, self.host_bytes_per_evaluation)
+
+    @property
+    def device_bytes(self) -> int:
+        """By which the device's memory grows over the whole training; an extrapolation."""
+        return self._planned(self.device_bytes_per_step, self.device_bytes_per_evaluation)
+
+    @property
+    def host_bytes(self) -> int:
+        return self._planned(self.host_bytes_per_step, self.host_bytes_per_evaluation)
+
+    def _planned(self, per_step: float, per_evaluation: float) -> int:
+        return int(per_step * (self.steps or 0) + per_evaluation * (self.evaluations or 0))
 
 
 @dataclass(frozen=True)
 class Failure:
     """Why a probe did not fit or did not run."""
 
-    phase: str  # start, load, train, backward, optimizer, evaluate, metrics, train-again, save
+    phase: str  # start, load, train, backward, optimizer, evaluate, generate, metrics, predict, train-again, save
     step: int | None
     kind: str  # exception type, `signal 9`, `exit 3`, or the rule that was broken: nonfinite_loss, no_gradient, …
     message: str  # first line
@@ -348,6 +408,7 @@ class Reply:
     first_step_seconds: float | None = None  # from the request to the end of the first optimizer step
     measured_seconds: float = 0.0  # inside optimizer steps and evaluations
     delay_seconds: float | None = None  # that threads waited for a processor, in all
+    leaks: LeakCheck | None = None  # None: not looked for
     notes: tuple[str, ...] = ()
 
 
@@ -368,7 +429,7 @@ class _Peaks:
     @property
     def eval_bytes(self) -> int | None:
         """Peak of evaluation: the projection to the whole set where there is one, never below the steps that ran."""
-        measured = _highest(self.phases, ("evaluate",))
+        measured = _highest(self.phases, ("evaluate", "predict"))
         if measured is None or self.growth is None:
             return measured
         return max(measured, self.growth.projected_process_bytes)
@@ -404,6 +465,7 @@ class Measurement(_Peaks):
     delay_seconds: float | None = None
     device: str = ""  # machine key
     start: str = "fork"  # snapshot, fork or fresh: how the child was started
+    leaks: LeakCheck | None = None  # None: not looked for
     notes: tuple[str, ...] = ()
 
     @property

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from autofit.records import Budget, Candidate, Choice, Measurement, Outcome
+from autofit.records import EVALUATION_PHASES, Budget, Candidate, Choice, Measurement, Outcome
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def fits_training(m: Measurement, budget: Budget) -> bool:
     """Whether its training was timed within the budget, whatever became of evaluation or the checkpoint afterwards."""
     if m.train_speed is None or (m.train_bytes or 0) > budget.device_bytes:
         return False
-    return m.ran or (m.failure is not None and m.failure.phase in ("evaluate", "metrics", "save"))
+    return m.ran or (m.failure is not None and m.failure.phase in (*EVALUATION_PHASES, "save"))
 
 
 def failure_reason(m: Measurement) -> str | None:
@@ -157,14 +157,28 @@ def reasons(
             found[key] = f"failed its confirmation: {failure_reason(confirmations[-1])}"
         elif failed and not usable(group):
             found[key] = failure_reason(failed[-1])
-        elif key in in_code:
-            found[key] = "needs code, for no gain beyond the noise"
-        elif timed:
-            gap = 1 - statistics.median(window_rates(timed, "train")) / chosen.train_per_second
-            larger = max(m.train_bytes or 0 for m in timed) > chosen.peak_bytes
-            found[key] = (
-                f"{gap:.0%} slower" if gap >= 0.01 else "as fast, larger peak" if larger else "as fast within the noise"
-            )
         else:
-            found[key] = "fits, evaluation no faster"
+            rival = also_chosen if key in in_code and also_chosen is not None else chosen
+            than = " than with code" if rival is also_chosen else ""
+            found[key] = _loss(group, timed, rival, than, key in in_code and rival.candidate.key not in in_code)
     return found
+
+
+def _loss(group: Sequence[Measurement], timed: Sequence[Measurement], rival: Choice, than: str, coded: bool) -> str:
+    """Why what fits lost to `rival`. `coded`: it needs code and `rival` does not. `than` is put behind `slower`."""
+    no_gain = "needs code, for no gain beyond the noise"
+    if not timed:
+        evaluated = window_rates(usable(group), "evaluate")
+        faster = evaluated and statistics.median(evaluated) > (rival.eval_per_second or 0.0)
+        return no_gain if coded and faster else "fits, evaluation no faster"
+    rate, spread = rate_and_spread(window_rates(timed, "train"))
+    gap = 1 - rate / rival.train_per_second
+    if gap >= 0.01:
+        return f"{gap:.0%} slower{than}"
+    if coded:
+        if rate / rival.train_per_second - 1 <= (spread**2 + rival.train_spread**2) ** 0.5:
+            return no_gain
+        confirmed = any(m.purpose == "confirm" for m in group)
+        return "needs code, no faster in its confirmation" if confirmed else "needs code, not confirmed"
+    larger = max(m.train_bytes or 0 for m in timed) > rival.peak_bytes
+    return "as fast, larger peak" if larger else "as fast within the noise"

@@ -197,7 +197,8 @@ def _check_speeds(measurement: Measurement, where: str) -> None:
 def read_run(path: Path) -> tuple[dict[str, Any], list[Measurement], list[Prediction]]:
     """`run.json`, measurements and predictions of a run directory, without holding it. Raises RunDirectoryError."""
     if not (path / RUN_FILE).exists():
-        raise RunDirectoryError(f"{path} is no run directory: it has no {RUN_FILE}")
+        what = f"it has no {RUN_FILE}" if path.exists() else "it is not there"
+        raise RunDirectoryError(f"{path} is no run directory: {what}; give the folder that a search has named")
     directory = RunDirectory(path)
     run = codec.parse((path / RUN_FILE).read_bytes(), path / RUN_FILE)
     directory._read_journal()

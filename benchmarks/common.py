@@ -5,10 +5,11 @@ and writes to `autofit-runs/benchmarks/`, so that a published figure is never re
 """
 
 import argparse
+import json
 import os
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,39 @@ def use_one_thread() -> None:
 
 def summarize(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
+
+
+def in_turn(ways: Sequence[str], repeats: int) -> Iterator[str]:
+    """Every way once in each repeat, in an order that turns around, so that all see the same machine."""
+    for repeat in range(repeats):
+        yield from ways if repeat % 2 == 0 else ways[::-1]
+
+
+def compare_ways(
+    samples: Sequence[dict[str, Any]], ways: Sequence[str], figures: Iterable[str]
+) -> tuple[dict[str, dict[str, dict[str, float]]], dict[str, float]]:
+    """Of each figure (`NAME_seconds` in a sample) the summary by way, and the ratio of the first way's median to the last's."""
+    summaries = {
+        how: {name: summarize([s[f"{name}_seconds"] for s in samples if s["how"] == how]) for name in figures}
+        for how in ways
+    }
+    first, last = summaries[ways[0]], summaries[ways[-1]]
+    return summaries, {name: first[name]["median"] / last[name]["median"] for name in figures}
+
+
+def print_ways(results: dict[str, Any], figures: Mapping[str, str]) -> None:
+    """A line for each way and one for the ratios; `figures` are names and their titles."""
+    print(f"{'':10}" + "".join(f"{title:26}" for title in figures.values()).rstrip())
+    for how, summaries in results["seconds"].items():
+        print(f"{how:10}" + "".join(f"{format_seconds(summaries[name]):26}" for name in figures).rstrip())
+    print(f"{'ratio':10}" + "".join(f"{format_ratio(results['ratios'][name]):26}" for name in figures).rstrip())
+
+
+def first_step_seconds(request: Request) -> float:
+    """From the request to the beginning of the first optimizer step, as the child's progress tells."""
+    text = (Path(request.folder) / "progress.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    return next(line["seconds"] for line in lines if line["phase"] == "train" and line["step"] == 1)
 
 
 def format_seconds(summary: dict[str, float]) -> str:

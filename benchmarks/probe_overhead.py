@@ -17,7 +17,6 @@ itself costs, once, is told too.
     python benchmarks/probe_overhead.py --quick     2 probes each way
 """
 
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -44,16 +43,10 @@ def measure(repeats: int) -> dict[str, Any]:
         requests = common.Requests(Path(root), "cpu")
         modules = warm(launcher, requests.make(task, Schedule(describe_only=True)))
         samples = [
-            measure_once(launcher, requests.make(task, PROBE, batch=8), how)
-            for repeat in range(repeats)
-            for how in (WAYS if repeat % 2 == 0 else WAYS[::-1])
+            measure_once(launcher, requests.make(task, PROBE, batch=8), how) for how in common.in_turn(WAYS, repeats)
         ]
         import_seconds = launcher.import_seconds
-    ways = {
-        how: {name: common.summarize([s[f"{name}_seconds"] for s in samples if s["how"] == how]) for name in FIGURES}
-        for how in WAYS
-    }
-    ratios = {name: ways["fresh"][name]["median"] / ways["fork"][name]["median"] for name in FIGURES}
+    ways, ratios = common.compare_ways(samples, WAYS, FIGURES)
     return {
         "claim": f"a probe from the warm server costs at least {LIMIT_RATIO:.0f} times less before its first step",
         "holds": ratios["before_first_step"] >= LIMIT_RATIO,
@@ -85,7 +78,7 @@ def measure_once(launcher: Launcher, request: Request, how: str) -> dict[str, An
         raise RuntimeError(f"a {how} probe ended with {reply.outcome.value}: {reply.failure}")
     return {
         "how": how,
-        "before_first_step_seconds": read_first_step(Path(request.folder) / "progress.jsonl"),
+        "before_first_step_seconds": common.first_step_seconds(request),
         "first_step_seconds": reply.first_step_seconds,
         "overhead_seconds": ended.seconds - reply.measured_seconds,
         "seconds": ended.seconds,
@@ -93,17 +86,8 @@ def measure_once(launcher: Launcher, request: Request, how: str) -> dict[str, An
     }
 
 
-def read_first_step(path: Path) -> float:
-    """Seconds from the request to the beginning of the first optimizer step."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return next(line["seconds"] for line in lines if line["phase"] == "train" and line["step"] == 1)
-
-
 def print_table(results: dict[str, Any]) -> None:
-    print(f"{'':8}" + "".join(f"{title:26}" for title in FIGURES.values()).rstrip())
-    for how, figures in results["seconds"].items():
-        print(f"{how:8}" + "".join(f"{common.format_seconds(figures[name]):26}" for name in FIGURES).rstrip())
-    print(f"{'ratio':8}" + "".join(f"{common.format_ratio(results['ratios'][name]):26}" for name in FIGURES).rstrip())
+    common.print_ways(results, FIGURES)
     print(f"the server's own imports, once: {results['server_import_seconds']:.1f} s")
 
 

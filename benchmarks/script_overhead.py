@@ -20,7 +20,6 @@ the snapshot has been tried there.
 
 import dataclasses
 import itertools
-import json
 import sys
 import tempfile
 import time
@@ -89,14 +88,9 @@ def measure(repeats: int) -> dict[str, Any]:
         numbers = itertools.count(1)
         samples = [
             measure_once(launcher, make_request(Path(root), task, next(numbers)), how)
-            for repeat in range(repeats)
-            for how in (WAYS if repeat % 2 == 0 else WAYS[::-1])
+            for how in common.in_turn(WAYS, repeats)
         ]
-    ways = {
-        how: {name: common.summarize([s[f"{name}_seconds"] for s in samples if s["how"] == how]) for name in FIGURES}
-        for how in WAYS
-    }
-    ratios = {name: ways["fresh"][name]["median"] / ways["snapshot"][name]["median"] for name in FIGURES}
+    ways, ratios = common.compare_ways(samples, WAYS, FIGURES)
     return {
         "claim": f"beyond its steps, a probe from the snapshot costs at least {LIMIT_RATIO:.0f} times less than a fresh start",
         "holds": ratios["overhead"] >= LIMIT_RATIO,
@@ -135,7 +129,7 @@ def measure_once(launcher: Launcher, request: Request, how: str) -> dict[str, An
         raise RuntimeError(f"a {how} probe ended with {reply.outcome.value} ({ended.how}): {reply.failure}")
     return {
         "how": how,
-        "before_first_step_seconds": read_first_step(Path(request.folder) / "progress.jsonl"),
+        "before_first_step_seconds": common.first_step_seconds(request),
         "overhead_seconds": ended.seconds - reply.measured_seconds,
         "measured_seconds": reply.measured_seconds,
         "seconds": ended.seconds,
@@ -143,17 +137,8 @@ def measure_once(launcher: Launcher, request: Request, how: str) -> dict[str, An
     }
 
 
-def read_first_step(path: Path) -> float:
-    """Seconds from the request to the beginning of the first optimizer step."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return next(line["seconds"] for line in lines if line["phase"] == "train" and line["step"] == 1)
-
-
 def print_table(results: dict[str, Any]) -> None:
-    print(f"{'':10}" + "".join(f"{title:26}" for title in FIGURES.values()).rstrip())
-    for how, figures in results["seconds"].items():
-        print(f"{how:10}" + "".join(f"{common.format_seconds(figures[name]):26}" for name in FIGURES).rstrip())
-    print(f"{'ratio':10}" + "".join(f"{common.format_ratio(results['ratios'][name]):26}" for name in FIGURES).rstrip())
+    common.print_ways(results, FIGURES)
     print(f"the snapshot and the description, once: {results['snapshot_seconds']:.1f} s")
     print(results["note"])
 

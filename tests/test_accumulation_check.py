@@ -9,6 +9,7 @@ import functools
 import gc
 import importlib.util
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -217,6 +218,11 @@ def averaged(outputs, labels, num_items_in_batch=None):
     return torch.nn.functional.cross_entropy(outputs.logits, labels)
 
 
+def weighted(outputs, labels, num_items_in_batch=None):
+    weights = torch.arange(1.0, outputs.logits.shape[-1] + 1) ** 2
+    return torch.nn.functional.cross_entropy(outputs.logits, labels, weight=weights)
+
+
 def without_count(outputs, labels):
     return torch.nn.functional.cross_entropy(outputs.logits, labels)
 
@@ -314,6 +320,17 @@ def test_a_loss_over_the_batch_has_no_remedy(make):
     found = check(make(Contrastive, bert, class_rows()))
     assert found.difference > 0.1 and "which rows are in a batch together" in found.remedy
     assert "loss_is_scaled_for_ga" not in found.remedy and found.switch == ""
+
+
+def test_of_a_mean_with_class_weights_both_the_factor_and_the_rest_are_told(make):
+    found = check(make(Trainer, bert, class_rows(), compute_loss_func=weighted))
+    assert not found.holds and found.switch == ""
+    factor, rest = re.search(r"beside a factor of (\S+) the gradients differ by (\d+)%", found.remedy).groups()
+    assert 1.5 < float(factor) < 2.5 and int(rest) > 2
+    assert (
+        "the loss of weighted depends on which rows are in a batch together, as a mean with class weights"
+        in found.remedy
+    )
 
 
 def test_a_loss_that_is_random_is_not_judged(make):
@@ -839,6 +856,19 @@ def test_what_does_not_hold_is_said_with_both_losses_and_the_remedy():
     text = describe_check(AccumulationCheck(4, 2, 1.0, (1.3, 2.7), "do this"), 8, 4)
     assert text.startswith("ga_changes_gradients: ") and text.endswith("; do this")
     assert "1.3 and 2.7" in text and "100%" in text and "your 8 with accumulation 4" in text
+
+
+@pytest.mark.parametrize(("accumulation", "value"), [(4, False), (4, True), (1, False)])
+def test_what_it_means_today_is_told_and_at_an_accumulation_of_1_that_nothing_is_wrong(accumulation, value):
+    found = AccumulationCheck(4, 2, 1.0, (1.3, 2.7), "do this", "loss_is_scaled_for_ga", value)
+    text = describe_check(found, 8, accumulation)
+    if accumulation == 1:
+        assert text.endswith("with accumulation 1, where nothing is wrong; before you accumulate: do this")
+        return
+    size = "small" if value else "large"
+    assert text.endswith(
+        f"accumulation 4, where your gradients and the logged loss are 4 times too {size} today; do this"
+    )
 
 
 def test_what_was_not_checked_keeps_the_users_accumulation():

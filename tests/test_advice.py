@@ -55,6 +55,9 @@ def test_under_an_enforced_cap_what_was_held_is_a_lower_bound_with_what_was_refu
     assert "all 2 candidates tried ran out of memory under the budget of 500 MB" in text
     assert "probe 0002 held at least 450 MB when it was refused 101 MB more" in text
     assert "every candidate" not in text
+    small = replace(DESCRIPTION, parameter_bytes=MB, trainable_bytes=MB, longest_row=1, config={"hidden_size": 1})
+    text = told([oom(1, BASELINE, message, train=480), oom(2, SMALL, message, train=450)], description=small)
+    assert "at least --budget 579MB (what probe 0002 held and was refused, with 5 % to spare)" in text
 
 
 def test_the_message_alone_gives_what_was_refused_and_what_was_held():
@@ -68,7 +71,7 @@ def test_without_any_figure_the_estimate_is_said_to_be_one():
     text = told([oom(1, BASELINE), oom(2, SMALL)])
     (estimate,) = re.findall(r"the smallest needs (~\S+ \S+), an estimate by formula", text)
     assert estimate.startswith("~")
-    assert re.search(r"a larger budget: --budget \S+ \(an estimate by formula", text)
+    assert re.search(r"a larger budget, about --budget \S+ \(an estimate by formula", text)
     small = replace(DESCRIPTION, parameter_bytes=MB, trainable_bytes=MB, longest_row=1, config={"hidden_size": 1})
     text = told([oom(1, BASELINE)], description=small)
     assert "an estimate by formula" not in text and "--budget" not in text  # it would be below the present one

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from report_cases import BASELINE, BUDGET, DESCRIPTION, MACHINE, choice, selection
+from report_cases import BASELINE, BUDGET, DESCRIPTION, MACHINE, choice, probe, selection
 
 from autofit import codec
 from autofit.cli.options import APPLY_EPILOG
@@ -113,11 +113,13 @@ def work(tmp_path):
     return write
 
 
-def write_run(path, task, best, with_code, baseline, answered=True, **changes):
+def write_run(path, task, best, with_code, baseline, answered=True, measured=True, **changes):
     description = dataclasses.replace(DESCRIPTION, **{"parameters": PARAMETERS, **changes})
     values = {"task": task, "machine": MACHINE, "budget": BUDGET, "description": description}
     run = {"identity": "abc", "command": "train.py", **{name: codec.to_json_value(v) for name, v in values.items()}}
     with RunDirectory.open(path, run) as directory:
+        if measured:
+            directory.record(probe(1, baseline, "baseline"))
         if answered:
             chosen = [None if candidate is None else choice(candidate, 41.2, 2.1) for candidate in (best, with_code)]
             directory.write_selection(selection(*chosen, baseline=baseline))
@@ -175,8 +177,12 @@ def test_flags_are_laid_over_in_a_whole_training_and_nothing_else_is(work):
     assert facts["shapes"] == [[16, 2]]
     assert (folder / "out/model.safetensors").exists() and (folder / "out/checkpoint-2").exists()
     assert said(run) == [
-        "autofit: per_device_train_batch_size 2 → 4, gradient_accumulation_steps 4 → 2, activation_checkpointing False → True, "
-        "precision fp32 → bf16, optim adamw_torch_fused → adafactor, per_device_eval_batch_size 8 → 16"
+        "autofit: per_device_train_batch_size: 2 → 4",
+        "autofit: gradient_accumulation_steps: 4 → 2",
+        "autofit: activation_checkpointing: False → True",
+        "autofit: precision: fp32 → bf16",
+        "autofit: optim: adamw_torch_fused → adafactor",
+        "autofit: per_device_eval_batch_size: 8 → 16",
     ]
 
 
@@ -199,10 +205,11 @@ def test_a_json_file_is_read_and_left_as_it_is_and_code_is_applied_without_a_lin
     facts = check(folder, run, attention="eager", scaled=False)
     assert facts["shapes"] == [[16]]
     assert (folder / "config.json").read_text() == written
-    assert (
-        len(said(run)) == 1
-        and ", attention sdpa → eager, logits full → argmax, trainer.loss_is_scaled_for_ga" in said(run)[0]
-    )
+    assert said(run)[-3:] == [
+        "autofit: attention: sdpa → eager",
+        "autofit: logits: full → argmax",
+        "autofit: trainer.loss_is_scaled_for_ga: None → False",
+    ]
 
 
 def test_what_the_script_assigns_itself_is_laid_over_before_the_trainer_and_told_after_it(work):
@@ -229,7 +236,7 @@ def test_what_the_script_assigns_itself_is_laid_over_before_the_trainer_and_told
     check(folder, run, per_device_eval_batch_size=3, optimizer="Adafactor")
     lines = said(run)
     assert lines[0] == f"autofit: train.py in {folder}"
-    assert any("per_device_train_batch_size 2 → 4" in line for line in lines)
+    assert "autofit: per_device_train_batch_size: 2 → 4" in lines
     assert "autofit: the script set optim = 'sgd' itself; 'adafactor' is laid over it" in lines
     assert any("set per_device_eval_batch_size = 3 itself after its Trainer was made" in line for line in lines)
     assert any("1,274 parameters" in line and "1,275" in line for line in lines)
@@ -266,7 +273,7 @@ def test_the_arguments_class_of_trl_is_taken_like_any_other(work):
         "max_length": 4,
         "max_steps": 2,
     }
-    assert "per_device_train_batch_size 2 → 4" in run.stderr
+    assert "per_device_train_batch_size: 2 → 4" in run.stderr
 
 
 @pytest.mark.long
@@ -422,9 +429,16 @@ def test_a_run_without_an_answer_is_refused(work):
     assert "has no answer" in refused(run_apply(work(NOTHING, answered=False), sys.executable, "train.py"), 5)
 
 
+def test_a_run_in_which_nothing_was_probed_is_refused_with_what_to_do(work):
+    folder = work(NOTHING, answered=False, measured=False)
+    line = refused(run_apply(folder, sys.executable, "train.py"), 5)
+    assert line == "error: nothing was probed in run; run its search, without --dry-run"
+
+
 def test_a_folder_that_is_no_run_is_refused(work):
-    assert "no run directory" in refused(run_apply(work(NOTHING), sys.executable, "train.py", options=(".",)), 5)
-    assert "no run directory" in refused(run_apply(work(NOTHING), sys.executable, "train.py", options=("nowhere",)), 5)
+    for name, what in ((".", "it has no run.json"), ("nowhere", "it is not there")):
+        line = refused(run_apply(work(NOTHING), sys.executable, "train.py", options=(name,)), 5)
+        assert line == f"error: {name} is no run directory: {what}; give the folder that a search has named"
 
 
 def test_with_code_and_what_the_run_has_must_agree(work):

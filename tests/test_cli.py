@@ -16,7 +16,7 @@ import pytest
 from report_cases import BASELINE, BUDGET, DESCRIPTION, LARGE, MACHINE, MB, usual
 
 from autofit import __version__, api, errors
-from autofit.api import Options, Plan, Result
+from autofit.api import LEAST_PROBES, Options, Plan, Result
 from autofit.cli import commands
 from autofit.cli.options import EPILOG, OPTIONS
 from autofit.knobs import KNOBS
@@ -113,6 +113,11 @@ def test_help_tells_the_default_of_every_option():
             assert f"Default: {option.default:g}" in option.help
 
 
+def test_help_tells_the_fewest_probes_as_a_search_refuses_fewer():
+    (option,) = [option for option in OPTIONS if option.name == "max_probes"]
+    assert f"from {LEAST_PROBES} on" in option.help
+
+
 def test_help_names_every_knob():
     named = set(re.findall(r"\w+", EPILOG.split("Knobs")[1]))
     assert set(KNOBS) - {"gradient_accumulation_steps", "loss"} <= named  # these two follow from the batch
@@ -177,7 +182,7 @@ def test_everything_after_the_dashes_is_the_users_command(fake):
         ("search --model gpt2 --lora r=0", "r=0.*write --lora r=16"),
         ("search --model gpt2 --lora x", "'x' is no rank"),
         ("search --model gpt2 --seq-len many", "'many' is not a valid integer"),
-        ("search --model gpt2 --allow everything", "'everything' is not 'training'"),
+        ("search --model gpt2 --allow everything", "'everything' is not one of 'training', 'code'"),
         ("search --model", "--model' requires an argument"),
         ("serch --model gpt2", "no such command 'serch'"),
         ("--modle", "no such option"),

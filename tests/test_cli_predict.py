@@ -233,6 +233,11 @@ def test_one_prediction_tells_peaks_verdict_interval_budget_categories_and_modul
     assert "~128 rows/s" in text and "assumed: much" in text and "(outside of modules" in text
 
 
+def test_what_the_description_and_a_shadow_run_both_note_is_told_once():
+    text = drawn(answer(notes=("assumed: much", "of the shadow run alone")), 200)
+    assert text.count("assumed: much") == text.count("of the shadow run alone") == 1
+
+
 def test_a_peak_above_the_budget_that_runs_through_is_explained():
     row = answer().rows[0]
     squeezed = dataclasses.replace(row, verdict=Verdict("borderline", 19 * GIB, 21 * GIB, 20 * GIB))
@@ -588,6 +593,7 @@ def test_a_script_is_predicted_unchanged_and_nothing_of_it_is_kept(real, first, 
     assert value["forecasts"][0]["values"]["per_device_train_batch_size"] == 4
     assert {phase["name"] for phase in value["forecasts"][0]["prediction"]["phases"]} == {"load", "train", "evaluate"}
     assert "abc123" not in out + err
+    assert any("each shadow run is a fork" in note for note in value["notes"]) and "probe" not in str(value["notes"])
     assert sorted((real.base / "cache").rglob("*")) == before and not Path("out").exists()
 
 
@@ -597,6 +603,7 @@ def test_a_script_that_never_trains_is_named(real, tmp_path, monkeypatch):
     code, out, err = real("--gpu", "t4", "-q", "--", "python", "train.py", model=False)
     assert (code, out) == (3, "")
     assert "error: the script ended without calling Trainer.train()" in err and "Traceback" not in err
+    assert "its whole output" not in err  # which is in a folder that is gone
 
 
 def test_ctrl_c_while_children_run_ends_them_without_a_traceback(real, tmp_path):

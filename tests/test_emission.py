@@ -176,7 +176,7 @@ def test_what_stands_in_code_is_applied_without_a_change_and_said_where(run):
     assert command == ["autofit", "apply", "--with-code", "runs", "--", "python", "train.py"]
     assert said_elsewhere(description.source, {"bf16": True, "optim": "sgd"}, {"bf16": False, "optim": "lion"}) == [
         "train.py:42 makes its TrainingArguments in code: set bf16=True (now False) there",
-        "the script assigns optim by itself after its arguments were made: set optim='sgd' (now 'lion') there",
+        "the script assigns optim by itself after its arguments were made: have it assign optim='sgd' (now 'lion')",
     ]
 
 
@@ -202,15 +202,25 @@ def test_the_steps_say_how_to_use_what_was_written(run):
         "    autofit apply runs -- python train.py --bf16=no",
         "or by hand:",
         "the script assigns optim by itself after its arguments were made: "
-        "set optim='adamw_torch_fused' (now 'sgd') there",
+        "have it assign optim='adamw_torch_fused' (now 'sgd')",
         "and then:",
         "    python train.py --bf16=True --per_device_train_batch_size 16 --optim adamw_torch_fused",
     )
     coded, plain = {**CHOSEN, "logits": "argmax"}, {**CHOSEN, "logits": "full"}
-    assert steps(from_json, "best-with-code", coded, plain)[2:] == (
+    add = "add to the script what runs/best-with-code/snippet.py says"
+    assert steps(from_json, "best-with-code", coded, plain) == (
+        add,
+        "and then:",
+        "    python train.py runs/best-with-code/args.json",
+        note.replace("best", "best-with-code"),
         "or, with no code to write:",
         "    autofit apply --with-code runs -- python train.py args.json",
     )
+    assert steps(from_json, "best-with-code", coded, plain, ("train.py",))[1:3] == (
+        "or by hand:",
+        "the script itself names args.json: put runs/best-with-code/args.json in its place",
+    )
+    assert add in steps(from_json, "best-with-code", coded, plain, ("train.py",))
     gone = steps(ArgumentsSource("json", file + ".json"))
     assert gone[0].strip().startswith("autofit apply runs")
     assert "args.json.json could not be edited (No such file or directory): set per_device_train" in gone[2]
@@ -292,3 +302,14 @@ def test_a_model_task_gets_no_command(run):
     description = plain_description(None)
     write_files(run / "best", Candidate(CHOSEN), Candidate(CHOSEN), description, "cpu")
     assert [path.name for path in (run / "best").iterdir()] == ["training_args.json"]
+
+
+def test_the_command_of_what_needs_code_says_where_the_code_is(run):
+    coded, plain = {**CHOSEN, "attention": "eager"}, {**CHOSEN, "attention": "sdpa"}
+    description = plain_description(ArgumentsSource("flags", flags=True))
+    command = emit(run / "best-with-code", coded, description, script("train.py"), plain)
+    assert command[:2] == ["python", "train.py"]
+    told = (run / "best-with-code/command.txt").read_text().splitlines()[0]
+    assert told == "# add to the script what runs/best-with-code/snippet.py says"
+    assert emit(run / "best", CHOSEN, description, script("train.py"))[:2] == ["python", "train.py"]
+    assert not (run / "best/command.txt").read_text().startswith("#")

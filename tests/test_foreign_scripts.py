@@ -83,6 +83,14 @@ def test_the_traceback_of_a_script_begins_with_the_script(machine, tmp_path):
     assert "worker.py" not in error.log and "main_module.py" not in error.log
 
 
+def test_a_module_that_is_not_there_is_told_without_a_traceback(launcher, ask, tmp_path):
+    request = ask(Task(script=ScriptTask(("-m", "no_such_module"), str(tmp_path))))
+    ended = launcher.probe(request, how="fork", time_limit=LIMIT)
+    error = explain_failure(request.task, ended.reply, Path(request.folder), kept=False)
+    assert "No module named no_such_module" in str(error) and "runpy" not in error.log
+    assert request.folder not in str(error)  # where it is not kept
+
+
 def test_a_fault_of_autofit_keeps_its_whole_traceback():
     try:
         autofit.units.parse_bytes("no size")

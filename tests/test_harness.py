@@ -530,6 +530,13 @@ def test_arguments_that_a_parser_fills_in_are_described_as_those_that_were_given
     }
 
 
+def test_fields_that_a_subclass_adds_are_left_to_the_script(train):
+    source = "args = Seq2SeqTrainingArguments('out', learning_rate=0.0123, predict_with_generate=True)"
+    run = train(source + "\nmake_trainer(args).train()", schedule=Schedule(describe_only=True), arguments={})
+    assert run.reply.description.arguments == {"output_dir": "out", "learning_rate": RATE}
+    assert "predict_with_generate" in run.reply.description.fields  # the command may still say it
+
+
 def test_no_argument_that_says_something_is_taken_for_a_default(train):
     """The class moves values from older names to newer ones, and an empty list is not the default of None."""
     run = train(
@@ -959,7 +966,7 @@ def test_no_row_is_evaluated_twice_for_a_peak_that_the_whole_set_never_has(train
 
 def test_bytes_per_row_are_those_of_logits_labels_and_loss(measure, tiny_task):
     growth = measure(tiny_task).reply.growth
-    assert growth.outputs == {"predictions": 500 * 16 * 4, "labels": 16 * 8, "losses": 4}
+    assert growth.outputs == {"logits": 500 * 16 * 4, "labels": 16 * 8, "losses": 4}
     assert growth.device_bytes_per_row == growth.host_bytes_per_row == 500 * 16 * 4 + 16 * 8 + 4
     assert (growth.rows_measured, growth.rows_total) == (32, 64)
 
@@ -967,7 +974,7 @@ def test_bytes_per_row_are_those_of_logits_labels_and_loss(measure, tiny_task):
 def test_logits_that_are_reduced_accumulate_classes_only_and_leave_metrics_alone(measure, tiny_task):
     run = measure(tiny_task, logits="argmax")
     assert run.outcome is Outcome.FITS, run
-    assert run.reply.growth.outputs == {"predictions": 16 * 8, "labels": 16 * 8, "losses": 4}
+    assert run.reply.growth.outputs == {"predictions": 16 * 4, "labels": 16 * 8, "losses": 4}
     assert run.reply.echo["logits"] == "argmax"
 
 

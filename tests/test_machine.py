@@ -596,7 +596,7 @@ def test_a_real_grandchild_is_seen():
 def test_real_shared_pages_are_counted_once():
     code = "import os, time\ndata = b'x' * 100_000_000\nif os.fork() == 0:\n    time.sleep(60)\n    os._exit(0)"
     with child(code) as parent:
-        members = machine._tree(parent, machine.ROOT)
+        members = machine.process_tree(parent)
         assert len(members) == 2
         assert sum(machine._resident_bytes(machine.ROOT, pid) for pid in members) > 200_000_000
         try:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import yaml
@@ -58,6 +59,14 @@ def test_json_says_the_new_values_and_all_others_as_before(parts, values):
     edited = edit_json(text, values)
     assert json.loads(edited.removeprefix("\ufeff")) == {**json.loads(text.removeprefix("\ufeff")), **values}
     assert edited.startswith("\ufeff") == text.startswith("\ufeff")
+
+
+@example((["a", "b"], ['"a"', "1", '"b"', "2"], ["{", ": ", ",\n\n", ": ", "}"]), {"c": 3}, "\r\n")
+@given(json_parts(), changes, st.sampled_from(["\n", "\r\n", "\r"]))
+def test_lines_of_json_end_as_they_did(parts, values, newline):
+    _, texts, between = parts
+    text = join(texts, between).replace("\r\n", "\n").replace("\n", newline)
+    assert set(re.findall(r"\r\n|\n|\r", edit_json(text, values))) <= {newline}
 
 
 @given(json_parts(), st.integers(10**21, 10**22))
@@ -194,6 +203,13 @@ def test_yaml_says_the_new_values_and_all_others_as_before(whole, values):
     assert_same(yaml.safe_load(edit_yaml(text, values)), {**yaml.safe_load(text), **values})
 
 
+@given(yaml_chunks(), st.dictionaries(st.sampled_from(["optim", "bf16", "new"]), yaml_values))
+def test_lines_of_yaml_end_as_they_did(whole, values):
+    _, (head, texts, foot), _ = whole
+    text = head + "".join(texts) + foot
+    assert set(re.findall(r"\r\n|\n|\r", edit_yaml(text, values))) <= set(re.findall(r"\r\n|\n|\r", text))
+
+
 @given(yaml_chunks())
 def test_no_byte_of_another_yaml_member_changes(whole):
     keys, (head, texts, foot), _ = whole
@@ -258,8 +274,8 @@ def test_yaml_is_edited_as_it_is_written(text, expected):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "no YAML mapping"),
-        ("# only\n", "no YAML mapping"),
+        ("", "it is empty"),
+        ("# only\n", "it is empty"),
         ("- a\n", "no YAML mapping"),
         ("a: 1\n---\nb: 2\n", "no YAML"),
         ("a: [1\n", "no YAML"),

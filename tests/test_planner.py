@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from landscapes import BASELINE, Landscape, make_description
+from landscapes import BASELINE, MACHINE, Landscape, make_description
 
+from autofit.knobs import make_space
 from autofit.prediction import Predictor
-from autofit.records import Candidate, Failure, Measurement, Outcome
+from autofit.records import AccumulationCheck, Candidate, Failure, Measurement, Outcome
 from autofit.study.planner import EvaluatePlan, TrainPlan
 
 GB = 10**9
@@ -83,6 +84,18 @@ def test_the_effective_batch_is_held_by_every_candidate():
 def test_knobs_in_code_are_only_tried_when_asked_for():
     assert all(m.candidate["attention"] == "sdpa" for m in run_train(Landscape(1, 24 * GB), in_code=False))
     assert any(m.candidate["attention"] == "eager" for m in run_train(Landscape(1, 24 * GB), in_code=True))
+
+
+def test_where_every_batch_that_is_left_needs_code_nothing_is_tried_without_it():
+    check = AccumulationCheck(4, 2, 1.0, (1.0, 2.0), "", "loss_is_scaled_for_ga", False)
+    description = make_description(accumulation=check)
+    landscape = Landscape(0, 24 * GB, baseline={**BASELINE, "loss": "own"}, description=description)
+    narrowed = {"per_device_train_batch_size": (16, 32)}
+    landscape.space = make_space(description, MACHINE, Candidate(landscape.baseline), narrowed, frozenset())
+    assert landscape.space.batches_for(in_code=False) == ()
+    assert [m.purpose for m in run_train(landscape)] == ["baseline"]
+    tried = [m.candidate for m in run_train(landscape, in_code=True)[1:]]
+    assert tried and all(c["loss"] == "scaled" for c in tried)
 
 
 def test_a_search_in_which_nothing_fits_gives_up_after_a_handful():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autofit.records import ScriptTask, Task
 from autofit.workloads.redaction import REDACTED, is_secret_name, redact_text
-from autofit.workloads.script_task import redact
+from autofit.workloads.script_task import command_line, redact
 
 SECRETS = st.text(st.characters(codec="utf-8", exclude_characters="[]"), min_size=6, max_size=40).filter(
     lambda s: s not in REDACTED and len(s.strip()) >= 6
@@ -43,7 +43,7 @@ def test_nor_as_a_traceback_a_json_file_or_an_address_hold_it(name, secret):
 
 
 @given(st.dictionaries(st.text(min_size=1).filter(lambda n: not is_secret_name(n)), TEXTS), TEXTS)
-@example({"PWD": "/work/project", "PATH": "/usr/bin:/bin"}, "File /work/project/train.py in /usr/bin")
+@example({"PWD": "/project", "PATH": "/usr/bin:/bin"}, "File /project/train.py in /usr/bin")
 def test_what_is_no_secret_stays_to_the_letter(environment, text):
     plain = redact_text(text, {})
     assume("://" not in "".join(environment.values()))
@@ -99,13 +99,13 @@ def test_what_looks_like_a_secret_goes_by_itself(text):
         "import sk-learn-pipelines-of-somebody",
         "tokenizer(pad_token='[PAD]', text_key='sentence')",
         "max_tokens=12, tokenizer='t5', key=lambda row: row['label']",
-        'File "/work/train.py", line 3, in <module>',
+        'File "/project/train.py", line 3, in <module>',
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
         "https://huggingface.co/docs:latest",
     ],
 )
 def test_what_a_traceback_is_full_of_stays(text):
-    assert redact_text(text, {"PWD": "/work", "OLDPWD": "/work/train.py", "HOME": "/root"}) == text
+    assert redact_text(text, {"PWD": "/project", "OLDPWD": "/project/train.py", "HOME": "/root"}) == text
 
 
 @given(st.lists(st.text(st.characters(categories=["Ll"]), min_size=1, max_size=8), max_size=5), NAMES, SECRETS)
@@ -117,3 +117,10 @@ def test_a_task_is_written_without_the_secrets_of_its_environment_and_its_launch
     assert script.command == task.script.command
     assert script.environment == {name: REDACTED, "A": "1"}
     assert script.launcher[0] == "env" and not any(secret in word for word in script.launcher)
+
+
+def test_a_command_is_told_with_its_blanks_quoted_and_otherwise_as_it_was_typed():
+    script = ScriptTask(
+        ("train.py", "--name", "two words", "", "--x={a}*"), "/", launcher=("A=b c", "accelerate", "launch")
+    )
+    assert command_line(script) == "'A=b c' accelerate launch train.py --name 'two words' '' --x={a}*"

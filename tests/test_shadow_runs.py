@@ -178,7 +178,7 @@ def test_evaluation_grows_as_it_is_measured_to_grow(warm, described, ask, kept):
     assert full.growth.rows_total == real.rows_total == 64
     assert full.growth.device_bytes_per_row == real.device_bytes_per_row
     reduced = shadows_of(warm, described, kept).predict(candidate.but(logits="argmax"))
-    assert reduced.growth.outputs["predictions"] == 48 * 8
+    assert reduced.growth.outputs["predictions"] == 48 * 4  # classes in int32
     assert reduced.eval_bytes < full.eval_bytes
 
 
@@ -425,8 +425,8 @@ def test_outputs_that_do_not_grow_with_the_rows_are_projected_all_the_same(warm,
     assert small.failure is large.failure is None
     # Each row against every other of its batch takes 4 bytes times the batch. Five numbers a batch, which take less of a row
     # the more rows there are, blur the slope a little.
-    assert small.growth.outputs["predictions"] == pytest.approx(4 * 4, rel=0.25)
-    assert large.growth.outputs["predictions"] > 2 * small.growth.outputs["predictions"]
+    assert small.growth.prediction_bytes_per_row == pytest.approx(4 * 4, rel=0.25)
+    assert large.growth.prediction_bytes_per_row > 2 * small.growth.prediction_bytes_per_row
 
 
 def test_rows_of_other_lengths_bring_a_mask_from_the_batch_on_that_holds_them(warm, script, tmp_path):

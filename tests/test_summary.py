@@ -9,6 +9,7 @@ from autofit.records import Candidate, Failure, Outcome
 from autofit.report.labels import about_text, change_text, count_text, gain_text, in_unit, knob_texts, plain, rate_text
 from autofit.report.sentences import answer, busy_text, difference, next_command
 from autofit.report.summary import is_projected, summarize
+from autofit.selection import reasons
 
 OOM = Failure("evaluate", 3, "OutOfMemoryError", "no more memory")
 
@@ -272,11 +273,61 @@ def test_a_faster_row_tells_why_it_lost():
     evaluated = probe(9, FUSED.but(per_device_eval_batch_size=1), "evaluate", Outcome.DEVICE_OOM, failure=OOM)
     fast = [m for m in measurements if m.candidate != FUSED] + [probe(3, FUSED, rates=(70.0,)), evaluated]
     assert row_of(FUSED, fast, chosen).reason == "evaluation does not fit"
-    coded = selection(chosen.best, reasons={FUSED.key: "needs code, for no gain beyond the noise"})
-    assert row_of(FUSED, measurements, coded).reason.startswith("needs code")
     (sentence,) = answer(chosen, fast, BUDGET)
     assert "within" not in sentence
     assert sentence.endswith("(70.0 samples/s), which lost: evaluation does not fit.")
+
+
+@pytest.mark.parametrize(
+    ("rates", "reason"),
+    [
+        ((30.15,), "25% slower"),
+        ((40.3, 40.5), "needs code, for no gain beyond the noise"),
+        ((58.0,), "no faster in the search"),
+        ((70.0,), "needs code, not confirmed"),
+    ],
+)
+def test_what_needs_code_lost_by_its_speed_or_for_no_gain(rates, reason):
+    measurements, chosen = confirmed_case()
+    coded = LARGE.but(attention="eager")
+    assert row_of(coded, [*measurements, probe(9, coded, rates=rates, train=400)], chosen).reason == reason
+
+
+def test_the_selection_says_of_what_needs_code_that_it_gains_nothing_only_where_it_is_so():
+    def reason(*probes, also=None):
+        keys = {m.candidate.key for m in probes if m.candidate["attention"] == "eager"}
+        return reasons(probes, choice(LARGE, 40.0, 2.0, eval_rate=100.0), also, keys)[coded.key]
+
+    coded, winner = LARGE.but(attention="eager"), FUSED.but(attention="eager")
+    assert reason(probe(1, coded, rates=(30.0,))) == "25% slower"
+    assert reason(probe(1, coded, rates=(40.2,))) == "needs code, for no gain beyond the noise"
+    assert reason(probe(1, coded, rates=(60.0,))) == "needs code, not confirmed"
+    assert reason(probe(1, coded, "confirm", rates=(60.0,))) == "needs code, no faster in its confirmation"
+    assert reason(probe(1, coded, "evaluate", eval_rates=(90.0,))) == "fits, evaluation no faster"
+    assert reason(probe(1, coded, "evaluate", eval_rates=(101.0,))) == "needs code, for no gain beyond the noise"
+    beaten = probe(1, coded, rates=(60.0,)), probe(2, winner, "confirm", rates=(80.0,))
+    assert reason(*beaten, also=choice(winner, 80.0, 4.0)) == "25% slower than with code"
+
+
+def test_what_needs_code_is_held_against_what_was_chosen_with_code():
+    measurements, chosen = confirmed_case()
+    winner, other = LARGE.but(attention="eager"), FUSED.but(attention="eager")
+    measurements += [probe(9, winner, "confirm", rates=(80.0,)), probe(10, other, rates=(60.0,))]
+    both = selection(chosen.best, choice(winner, 80.0, 4.0))
+    assert row_of(other, measurements, both).reason == "25% slower than with code"
+    assert row_of(SMALL, measurements, both).reason == "63% slower"
+    assert row_of(other, measurements, selection(None, choice(winner, 80.0, 4.0))).reason == "25% slower"
+
+
+def test_the_sentence_has_the_gain_of_the_table_and_says_so_where_the_speeds_shown_are_of_more_turns():
+    measurements, chosen = confirmed_case()
+    (sentence,) = answer(chosen, measurements, BUDGET)
+    assert "2.0× the samples/s of your settings (40.2" in sentence
+    (sentence,) = answer(selection(choice(LARGE, 40.0, 1.7)), measurements, BUDGET)
+    assert "1.70× the samples/s of your settings in undisturbed turns (40.2" in sentence
+    failed = [*measurements, probe(9, BASELINE, "confirm-baseline", Outcome.DEVICE_OOM, failure=OOM)]
+    assert row_of(LARGE, failed, chosen).gain is None
+    assert "× the samples" not in answer(chosen, failed, BUDGET)[0]
 
 
 def test_a_disturbed_evaluation_leaves_a_clean_speed_fitting_and_not_the_other_way_round():
@@ -297,7 +348,7 @@ def test_a_busy_machine_is_told_where_more_than_a_third_was_disturbed():
     calm = [probe(n, LARGE, rates=(10.0,)) for n in range(2)]
     disturbed = [probe(n, LARGE, outcome=Outcome.CONTAMINATED) for n in (3, 4)]
     assert busy_text([*calm, disturbed[0]]) is None
-    told = "the machine was busy: 2 of 4 probes were disturbed; run it again when it is quiet"
+    told = "the machine was busy: 2 of 4 probes were disturbed; search again when it is quiet, with --out and another folder"
     assert busy_text([*calm, *disturbed]) == told
 
 

@@ -1,12 +1,14 @@
 """Candidates to the arguments that the installed transformers takes, and back."""
 
+import ast
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from landscapes import make_description
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import BertConfig, BertForSequenceClassification, HfArgumentParser, TrainingArguments
 
 from autofit.emission import model_kwargs, snippet, training_arguments, write_files
 from autofit.errors import UsageError
@@ -126,6 +128,23 @@ def test_the_snippet_gives_what_arguments_cannot_say():
     assert namespace["preprocess_logits_for_metrics"] is argmax
     assert namespace["MODEL_KWARGS"] == {"attn_implementation": "eager"}
     assert model_kwargs(baseline, baseline) == {}
+
+
+def test_the_lines_of_a_snippet_do_what_it_says_as_they_stand():
+    baseline = Candidate({"attention": "sdpa", "logits": "full", "loss": "own"})
+    candidate = Candidate({"attention": "eager", "logits": "argmax", "loss": "scaled"})
+    told = ast.get_docstring(ast.parse(snippet(candidate, baseline, {"loss_is_scaled_for_ga": False})))
+    lines = [line.strip() for line in told.splitlines() if line.startswith("    ")]
+    config = BertConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=20)
+    model, trainer = BertForSequenceClassification(config), SimpleNamespace()
+    exec("\n".join(lines), {"model": model, "trainer": trainer})  # noqa: S102 - what a user would do with it
+    from autofit.logits import argmax
+
+    assert model.config._attn_implementation == "eager"
+    assert (trainer.loss_is_scaled_for_ga, trainer.preprocess_logits_for_metrics) == (False, argmax)
+    assert (
+        ast.get_docstring(ast.parse(snippet(candidate.but(attention="sdpa", logits="full"), baseline))).count("\n") == 0
+    )
 
 
 def test_every_removed_name_is_refused_at_once_with_its_replacement():

@@ -272,7 +272,7 @@ def test_a_script_of_trl_is_searched_and_its_answer_trains(place, name):
         *(sys.executable, "-m", "autofit", "apply", f"run-{name}", "--", *command),
         *flags(max_steps=5, output_dir="applied-" + output),
     )
-    assert "autofit: per_device_train_batch_size 1 → " in applied.stderr
+    assert "autofit: per_device_train_batch_size: 1 → " in applied.stderr
     check_ran(place, "applied-" + output, found, steps=5)
 
 

@@ -68,18 +68,23 @@ class GroupedOption(click.Option):
         self.group = group
 
 
+def _split(args: list[str], way_out: str) -> tuple[list[str], tuple[str, ...] | None]:
+    """What is autofit's own, and the user's command after `--`; None where there is no `--`."""
+    if "--" not in args:
+        return list(args), None
+    at = args.index("--")
+    if not args[at + 1 :]:
+        raise UsageError(f"nothing stands after --; {way_out}")
+    return args[:at], tuple(args[at + 1 :])
+
+
 class WorkloadCommand(click.Command):
     """Everything after `--` is the user's command and is never parsed."""
 
     example = SCRIPT_EXAMPLE  # of a line with the user's command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        own, command = list(args), None
-        if "--" in own:
-            at = own.index("--")
-            own, command = own[:at], tuple(own[at + 1 :])
-            if not command:
-                raise UsageError(f"nothing stands after --; give your own command there: {self.example}")
+        own, command = _split(args, f"give your own command there: {self.example}")
         looks_like_command = any(word.endswith(".py") and not word.startswith("-") for word in own)
         try:
             _, loose, _ = self.make_parser(ctx).parse_args(list(own))
@@ -117,14 +122,7 @@ class ApplyCommand(click.Command):
     """One run directory, and everything after `--`, which is the user's command and is never parsed."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        own, command = list(args), None
-        if "--" in own:
-            at = own.index("--")
-            own, command = own[:at], tuple(own[at + 1 :])
-            if not command:
-                raise UsageError(
-                    f"nothing stands after --; give your own command there, or leave -- out: {APPLY_EXAMPLE}"
-                )
+        own, command = _split(args, f"give your own command there, or leave -- out: {APPLY_EXAMPLE}")
         try:
             _, loose, _ = self.make_parser(ctx).parse_args(list(own))
         except click.NoSuchOption as error:
@@ -195,16 +193,17 @@ OPTIONS: list[click.Parameter] = [
             "left free, from 0 to 0.9. Default: 0.05."),
     _option("--host-budget", group="memory", metavar="SIZE", help="What the training process and its children may hold in "
             "host memory: 32GB, 32GiB. Default: 90 % of what is available."),
-    _option("--max-probes", group="search", type=int, default=30, metavar="N", help="Probes at most, resumed ones and the "
-            "confirmation's included. Default: 30."),
+    _option("--max-probes", group="search", type=int, default=30, metavar="N", help="Probes at most, from 8 on: resumed ones "
+            "and the confirmation's count, the canary, which checks a script's snapshot, does not. Default: 30."),
     _option("--max-time", group="search", metavar="TIME", help="Time at most: 90s, 15m or 1h, of which enough is kept back "
             "for the confirmation. Default: no limit."),
     _option("--min-gain", group="search", type=float, default=0.01, metavar="SHARE", help="A difference in speed below "
             "this is none, and the smaller peak wins. Default: 0.01, that is 1 %."),
     _option("--knob", "knobs", group="search", multiple=True, metavar="NAME=V1,V2", help="Values that a knob may take, "
             "instead of all that can be used here; repeatable. Default: all."),
-    _option("--allow", group="search", multiple=True, type=click.Choice(["training"]), help="What may change besides "
-            "memory and speed. training: another optimizer. Default: nothing."),
+    _option("--allow", group="search", multiple=True, type=click.Choice(["training", "code"]), help="What may change "
+            "besides memory and speed. training: another optimizer. code: what your metrics function receives, where it "
+            "was seen to give the same metrics. Default: nothing."),
     _option("--snapshot/--no-snapshot", group="search", default=None, help="Run a script once up to its Trainer and branch "
             "each probe off there, or run it afresh for each. Default: --snapshot on the CPU, --no-snapshot on a GPU."),
     _option("--seed", group="search", type=int, default=0, metavar="N", help="Of made-up rows and of their order. "

@@ -27,12 +27,14 @@ def become_training(run: Path, with_code: bool, command: tuple[str, ...] | None)
 
     Raises UsageError, RunDirectoryError.
     """
-    facts, _, _ = read_run(run)
+    facts, measurements, _ = read_run(run)
     where = run / RUN_FILE
     if "description" not in facts:
         raise RunDirectoryError(
             f"{run} holds a search that was stopped before its workload was described; run it again"
         )
+    if not measurements:
+        raise RunDirectoryError(f"nothing was probed in {run}; run its search, without --dry-run")
     task = codec.build(facts["task"], Task, where)
     selection, choice = _choose(run, with_code)
     settings = _settings(run, selection, choice, facts)

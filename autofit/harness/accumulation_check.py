@@ -48,10 +48,16 @@ def describe_check(check: AccumulationCheck, own_batch: int, own_accumulation: i
         return (
             f"{divided} give the same gradients (difference {check.difference:.2%}, loss {whole:.4g} and {parts:.4g})"
         )
+    today, lead = "", "; "
+    if own_accumulation == 1:
+        today, lead = ", where nothing is wrong", "; before you accumulate: "
+    elif check.switch:  # it was seen to take away a factor, and nothing else was left
+        size = "small" if check.switch_value else "large"
+        today = f", where your gradients and the logged loss are {own_accumulation} times too {size} today"
     return (
         f"ga_changes_gradients: {divided} give gradients that differ by {check.difference:.0%} of their size and losses of "
-        f"{whole:.3g} and {parts:.3g}, so the batch stays at your {own_batch} with accumulation {own_accumulation}; "
-        f"{check.remedy}"
+        f"{whole:.3g} and {parts:.3g}, so the batch stays at your {own_batch} with accumulation {own_accumulation}{today}"
+        f"{lead}{check.remedy}"
     )
 
 
@@ -109,8 +115,9 @@ def _say_remedy(trainer: Any, found: Any, switch: tuple[str, bool] | None) -> st
         return f"{where} averages over each micro-batch: {seen}" + ("" if others else f", or {general}")
     if found.residue > ACCUMULATION_TOLERANCE:
         return (
-            f"the loss of {where} depends on which rows are in a batch together (no factor between the two gradients), as "
-            "losses over pairs or statistics of a batch do"
+            f"beside a factor of {found.factor:.2g} the gradients differ by {found.residue:.0%}: the loss of {where} depends "
+            "on which rows are in a batch together, as a mean with class weights, losses over pairs or statistics of a "
+            "batch do"
         )
     return f"the gradients differ by the factor {found.factor:.3g}: {general}"
 

@@ -77,6 +77,11 @@ def has_own_eval_loader(trainer: Any) -> bool:
     return _overrides(trainer, "get_eval_dataloader")
 
 
+def has_own_test_loader(trainer: Any) -> bool:
+    """Whether the script decides by itself which rows are predicted and in which batches."""
+    return _overrides(trainer, "get_test_dataloader")
+
+
 def effective_batch(trainer: Any) -> int:
     """Rows of one optimizer step."""
     return trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps

@@ -131,20 +131,11 @@ class CpuMeter:
         To be opened between two optimizer steps, when gradients are gone: what is freed without having been allocated
         in the window is not seen. The function that the context gives is to be called after the window has closed.
         """
-        import torch
-        from torch.profiler import ProfilerActivity, profile
-
         alive = tensor_bytes(_watched_tensors())
         peak: int | None = None
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as window:
+        with torch_allocations() as highest:
             yield lambda: peak
-        events = [e for e in window.profiler.kineto_results.events() if e.name() == "[memory]"]
-        grown = highest = 0
-        for event in sorted(events, key=lambda e: e.start_ns()):
-            if event.device_type() == torch.autograd.DeviceType.CPU:
-                grown += event.nbytes()
-                highest = max(highest, grown)
-        peak = alive + highest
+        peak = alive + highest()
 
     def synchronize(self) -> None:
         """Nothing: CPU operators return when they are done."""
@@ -371,6 +362,22 @@ def _state_tensors(model: Any) -> Iterator[Any]:
     if model is not None:
         yield from model.parameters()
         yield from model.buffers()
+
+
+@contextlib.contextmanager
+def torch_allocations() -> Iterator[Callable[[], int]]:
+    """The context gives a function that tells, after its end, the highest sum of what torch allocated on the CPU in it."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    highest = grown = 0
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as window:
+        yield lambda: highest
+    events = [e for e in window.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        if event.device_type() == torch.autograd.DeviceType.CPU:
+            grown += event.nbytes()
+            highest = max(highest, grown)
 
 
 _WATCHED: list[Any] = []

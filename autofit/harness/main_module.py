@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _AUTOFIT = os.path.join(Path(__file__).parents[1], "")
+_RUNPY = "<frozen runpy>"
 
 
 def run_as_main(command: Sequence[str]) -> None:
@@ -57,16 +58,34 @@ def _run_script(path: str) -> None:
 
 
 def own_traceback(error: BaseException) -> str:
-    """The traceback of `error` without autofit's frames above and between others; whole where it never left autofit."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(_AUTOFIT):
-        frame = frame.tb_next
-    if frame is None and not isinstance(error, SyntaxError):  # that one says by itself which file it is about
-        frame = error.__traceback__
-    shown = told = traceback.TracebackException(type(error), error, frame)
-    while told is not None:  # the error and those behind it
-        if told.stack and not told.stack[-1].filename.startswith(_AUTOFIT):  # what passes calls on is no place of it
-            kept = [place for place in told.stack if not place.filename.startswith(_AUTOFIT)]
-            told.stack = traceback.StackSummary.from_list(kept)
-        told = told.__cause__ or told.__context__
-    return "".join(shown.format())
+    """The traceback of `error` as the script is concerned, without frames of autofit and of `python -m`.
+
+    Empty where nothing of the script has run, as for a module that is not there, which the message says.
+    """
+    hide_frames(error, _AUTOFIT, _RUNPY)
+    if isinstance(error, SystemExit) and error.__traceback__ is None:
+        return ""
+    return "".join(traceback.format_exception(error))
+
+
+def hide_frames(error: BaseException, *places: str) -> None:
+    """Take frames of files that begin with one of `places` out of the tracebacks of `error` and of those behind it.
+
+    A traceback that ends in autofit itself stays whole, as that is autofit's error; one that ends in this file does not,
+    since a script that cannot be compiled fails here.
+    """
+    hidden, seen = error, set()
+    while hidden is not None and id(hidden) not in seen:
+        seen.add(id(hidden))
+        entries, entry = [], hidden.__traceback__
+        while entry is not None:
+            entries.append(entry)
+            entry = entry.tb_next
+        last = entries[-1].tb_frame.f_code.co_filename if entries else __file__
+        if last == __file__ or not last.startswith(_AUTOFIT):
+            kept = None
+            for entry in reversed(entries):
+                if not entry.tb_frame.f_code.co_filename.startswith(places):
+                    kept = types.TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+            hidden.__traceback__ = kept
+        hidden = hidden.__cause__ or hidden.__context__

@@ -185,6 +185,7 @@ class Phases(EvaluationPhases):
         self._close("train-again" if evaluating else "train", began)
         if evaluating and self.growth is not None and self._eval_rows_timed and not self._own_eval_loader:
             yield from self._timed_evaluation()
+        yield from self._repeated_evaluation()
         if self._schedule.save:
             began = self._open("save")
             yield SAVE
@@ -220,6 +221,7 @@ class Phases(EvaluationPhases):
         last = self._meter.peaks().process_bytes
         while self.steps < MAX_STEPS:  # those that the fp16 scaler skips are bounded by themselves
             yield STEP
+            self.leaks.step_ended(self.steps + self.skipped)
             peak = self._meter.peaks().process_bytes
             settled = last is not None and peak is not None and abs(peak - last) <= AGREEMENT * peak
             if self.steps >= MIN_STEPS and settled:
@@ -238,6 +240,8 @@ class Phases(EvaluationPhases):
             self._sampler.kind = "worst"
             while self._sampler.kinds[self.steps + self.skipped :][:1] not in (["worst"], []):
                 yield STEP
+        if self.leaks.suspects_steps():
+            yield from self.leaks.confirm_steps(STEP, lambda: self.steps + self.skipped)
         with self._meter.live_window() as live_bytes:
             yield STEP
         peak = live_bytes()
@@ -256,6 +260,8 @@ class Phases(EvaluationPhases):
         windows: list[float] = []
         delay_before = run_delay_seconds()
         self._meter.synchronize()
+        self.leaks.begin_steps()
+        self.leaks.step_ended(self.steps + self.skipped)
         edge = time.perf_counter()
         while True:
             for _ in range(rows.TYPICAL_BLOCKS):
@@ -263,7 +269,8 @@ class Phases(EvaluationPhases):
             self._meter.synchronize()
             now = time.perf_counter()
             windows.append(now - edge)
-            edge = now
+            self.leaks.step_ended(self.steps + self.skipped)
+            edge = time.perf_counter()
             total = sum(windows)
             enough_steps = len(windows) * rows.TYPICAL_BLOCKS >= self._schedule.timed_steps
             if len(windows) >= 2 and (

@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ from autofit.harness.given_arguments import GivenArguments, json_value
 from autofit.harness.take_hold import when_imported
 from autofit.logits import REDUCTIONS
 from autofit.records import Candidate
-from autofit.trainer_args import arguments_of, candidate_values, installed_name
+from autofit.trainer_args import arguments_of, candidate_values, installed_name, metrics_values
 
 SETTINGS = "AUTOFIT_APPLY"  # the variable that holds the settings as JSON; gone before the script starts
-HERE = str(Path(__file__).parent)
+HERE = os.path.join(Path(__file__).parent, "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +110,7 @@ class RealRun:
 
     def _knobs(self, arguments: Any) -> dict[str, Any]:
         own = {name: json_value(value) for name, value in self._given.resolved(arguments).items()}
-        return candidate_values(own)
+        return candidate_values(own) | metrics_values(own)
 
     def _differs(self, own: dict[str, Any]) -> bool:
         return any(value != self._settings.values[name] for name, value in own.items() if name in self._settings.values)
@@ -138,21 +137,22 @@ class RealRun:
         if self._own is not None and not self._differs(before):
             before = self._own  # some Trainers make their arguments anew, from those that were laid over already
         changes = [
-            f"{name} {_text(before[name])} → {_text(values[name])}"
+            f"{name}: {_text(before[name])} → {_text(values[name])}"
             for name in before
             if name in values and before[name] != values[name]
         ]
         if self._given.resolved(trainer.args).get("auto_find_batch_size"):
-            changes.append("auto_find_batch_size True → False")
+            changes.append("auto_find_batch_size: True → False")
         try:
             changes += self._set_attention(trainer)
         except Exception as error:  # noqa: BLE001 - whatever the model objects to is told
             self._refuse(error)
         changes += self._set_logits(trainer)
         changes += [
-            f"trainer.{name} {getattr(trainer, name, None)} → {v}" for name, v in self._settings.switches.items()
+            f"trainer.{name}: {getattr(trainer, name, None)} → {v}" for name, v in self._settings.switches.items()
         ]
-        self._say(", ".join(changes) or f"the script's own settings are those of {self._settings.run}")
+        for change in changes or [f"the script's own settings are those of {self._settings.run}"]:
+            self._say(change)
         rows = [v["per_device_train_batch_size"] * v["gradient_accumulation_steps"] for v in (before, values)]
         if rows[0] != rows[1]:
             self._say(
@@ -166,7 +166,7 @@ class RealRun:
             return []
         before = getattr(getattr(trainer.model, "config", None), "_attn_implementation", None)
         use_attention(trainer, wanted)
-        return [] if before == wanted else [f"attention {before} → {wanted}"]
+        return [] if before == wanted else [f"attention: {before} → {wanted}"]
 
     def _set_logits(self, trainer: Any) -> list[str]:
         wanted = self._settings.logits
@@ -176,7 +176,7 @@ class RealRun:
             self._say(f"the script has its own preprocess_logits_for_metrics; it is kept, in place of {wanted}")
             return []
         trainer.preprocess_logits_for_metrics = REDUCTIONS[wanted]
-        return [f"logits full → {wanted}"]
+        return [f"logits: full → {wanted}"]
 
     def _begin(self, trainer: Any) -> None:
         """Training starts: what the Trainer's own constructors might undo is set; what may make it another's is told."""
@@ -219,32 +219,14 @@ def _text(value: Any) -> str:
 
 def show_as_own(error: BaseException) -> None:
     """Have `error`, which goes on to the interpreter, shown as if the script had been started by Python itself."""
-    hook, traceback = sys.excepthook, _without_ours(error.__traceback__)
+    main_module.hide_frames(error, HERE)
+    hook, traceback = sys.excepthook, error.__traceback__
 
     def show(kind: type[BaseException], value: BaseException, _: Any) -> None:
         value.__traceback__ = traceback
         hook(kind, value, traceback)
 
     sys.excepthook = show
-
-
-def _without_ours(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback without frames of the harness; whole where the error is the harness's own.
-
-    A script that cannot be compiled fails in `main_module`, and is no error of that.
-    """
-    entries = []
-    entry = traceback
-    while entry is not None:
-        entries.append(entry)
-        entry = entry.tb_next
-    theirs = [e for e in entries if not e.tb_frame.f_code.co_filename.startswith(HERE + os.sep)]
-    if entries and entries[-1] not in theirs and entries[-1].tb_frame.f_code.co_filename != main_module.__file__:
-        return traceback
-    kept = None
-    for e in reversed(theirs):
-        kept = types.TracebackType(kept, e.tb_frame, e.tb_lasti, e.tb_lineno)
-    return kept
 
 
 def main() -> None:

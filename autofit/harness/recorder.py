@@ -26,7 +26,7 @@ class Recorder:
         self._progress = open(self._folder / "progress.jsonl", "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         self.requested_at = requested_at
         self.phase, self.step = "start", None
-        self.replied = False
+        self.replied = self._prepared = False
 
     def at(self, phase: str, step: int | None = None, **facts: Any) -> None:
         """Say that `phase` (and, in training, optimizer step `step`) begins now. One line, not synced."""
@@ -34,13 +34,18 @@ class Recorder:
         line = {"phase": phase, "step": step, "seconds": round(time.time() - self.requested_at, 3), **facts}
         self._progress.write(json.dumps(line) + "\n")
 
+    def prepare(self, reply: Reply) -> None:
+        """Write what is the reply where the process dies in what comes next, and gives way to another one else."""
+        self.reply(reply)
+        self.replied, self._prepared = False, True
+
     def reply(self, reply: Reply) -> None:
         """Write the reply once; later calls are ignored, so that the first explanation stands.
 
         Also one by a process that the script has forked to train in: nothing that its parent says comes after it.
         """
         target = self._folder / "reply.json"
-        if self.replied or target.exists():
+        if self.replied or (target.exists() and not self._prepared):
             return
         self.replied = True
         draft = self._folder / f"reply.json.{os.getpid()}.part"  # ranks of the script may fail at once

@@ -11,6 +11,7 @@ import json
 import os
 import runpy
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -31,11 +32,13 @@ from autofit.harness.template import Template
 from autofit.harness.workload_facts import describe
 from autofit.logits import REDUCTIONS
 from autofit.machine import run_delay_seconds
-from autofit.records import Failure, Outcome, Reply, Request
-from autofit.trainer_args import installed_name
+from autofit.records import METRICS_FIELDS, Description, Failure, Outcome, Reply, Request
+from autofit.trainer_args import installed_name, planned
 from autofit.workloads.redaction import redact_text
 
 TRACE_FILE = "trace.npz"  # what a shadow run leaves beside its reply
+METRICS_SECONDS = 120.0  # that metrics of a few rows may take, for every reduction of logits
+UNENDED = "metrics of a few rows did not come to an end in {:.0f} s, or ended the process"
 MOST_OWN_STEPS = 50  # of optimizers outside of the Trainer: fewer may be a part that the script fits beforehand
 
 
@@ -221,6 +224,7 @@ class Harness:
             self._apply_logits(trainer)
             self.recorder.at("load")
             self._phases = self._make_phases(trainer)
+            self._phases.leaks.plan(*self._planned(trainer))
             if trainer.args.n_gpu > 1:
                 raise RuntimeError("dataparallel_detected: the probe sees several GPUs; autofit shows it one")
             self._phases.attach()  # reads rows, which is no memory of the training
@@ -242,6 +246,14 @@ class Harness:
         from autofit.harness.phases import Phases
 
         return Phases(*asked)
+
+    def _planned(self, trainer: Any) -> tuple[int | None, int | None]:
+        """Steps and evaluations of the user's own training."""
+        from autofit.harness.row_sample import has_rows
+
+        dataset = trainer.train_dataset
+        rows = len(dataset) if has_rows(dataset) else None
+        return planned(self._arguments.check_applied(trainer.args).user_resolved, rows)
 
     def _check_applied(self, trainer: Any) -> None:
         """Refuse to measure where the script undoes the candidate by itself. Raises InvalidProbe."""
@@ -273,17 +285,20 @@ class Harness:
         return self._request.switches if self._request.files is None else self._snippet().get("TRAINER_ATTRIBUTES", {})
 
     def _apply_logits(self, trainer: Any) -> None:
-        """Set the logits reduction, once it has shown the same metrics on the workload's own metrics function."""
+        """Set the logits reduction, once it has shown the same metrics on the workload's own metrics function; fields that
+        change what that receives are set already, and have to show the same."""
         reduction = None
         if self._request.files is not None:
             reduction = self._snippet().get("preprocess_logits_for_metrics")
         elif self._request.logits not in (None, "full"):
             reduction = REDUCTIONS[self._request.logits]
-        if reduction is not None:
+        user = self._arguments.check_applied(trainer.args).user_resolved
+        own = {name: user[name] for name in METRICS_FIELDS if user.get(name) != getattr(trainer.args, name, None)}
+        if self._request.shadow is None and (reduction is not None or own):
             from autofit.harness.metrics_check import check_same_metrics
 
-            if self._request.shadow is None:
-                check_same_metrics(trainer, reduction)
+            check_same_metrics(trainer, reduction, own)
+        if reduction is not None:
             trainer.preprocess_logits_for_metrics = reduction
 
     def _describe(self, trainer: Any, train: Callable[[], Any]) -> Any:
@@ -299,12 +314,43 @@ class Harness:
         described = describe(trainer, laid.user_arguments, resolved, self._request, forkable)
         if self._request.task.script is not None:
             described = dataclasses.replace(described, source=laid.user_source)
-        if not self._request.schedule.check_accumulation or trainer.train_dataset is None:
-            return described
-        from autofit.harness.accumulation_check import check_accumulation
+        if self._request.schedule.check_accumulation and trainer.train_dataset is not None:
+            from autofit.harness.accumulation_check import check_accumulation
 
-        self.recorder.at("accumulation")
-        return dataclasses.replace(described, accumulation=check_accumulation(trainer, train))
+            self.recorder.at("accumulation")
+            described = dataclasses.replace(described, accumulation=check_accumulation(trainer, train))
+        return self._with_metrics(trainer, described)
+
+    def _with_metrics(self, trainer: Any, described: Description) -> Description:
+        """With what a script's own metrics were seen to accept in place of full logits, and else in place of what they get.
+
+        It comes last, and the reply is there before it: the script's metrics function may hang or end the process.
+        """
+        if self._request.shadow is not None or self._request.task.script is None:
+            return described
+        forms = self._request.schedule.check_forms
+        if not described.eval_rows or not described.has_metrics or (described.has_logits_reduction and not forms):
+            return described
+        from autofit.harness.metrics_check import check_metrics
+
+        self.recorder.at("metrics-check")
+        full = ("full",) if described.reductions else ()
+        lost = f"logits reductions are not offered: {UNENDED.format(METRICS_SECONDS)}"
+        without = dataclasses.replace(described, reductions=full, notes=(*described.notes, lost))
+        self.recorder.prepare(Reply(Outcome.FITS, description=without))
+        timer = threading.Timer(METRICS_SECONDS, os._exit, (0,))
+        timer.daemon = True
+        timer.start()
+        try:
+            found = check_metrics(trainer, described.eval_rows, forms)
+        finally:
+            timer.cancel()
+        return dataclasses.replace(
+            described,
+            reductions=found.reductions if full else (),
+            metrics_forms=found.forms,
+            notes=(*described.notes, *found.notes),
+        )
 
     def _own_environment(self) -> bool:
         """Whether a launcher says something in the environment, which a process must have from its start."""
@@ -334,6 +380,7 @@ class Harness:
             first_step_seconds=phases.first_step_seconds,
             measured_seconds=phases.measured_seconds,
             delay_seconds=delay_seconds,
+            leaks=phases.leaks.check,
             notes=tuple(phases.notes),
         )
 

@@ -1,13 +1,15 @@
 """What a workload is, read from its Trainer at the moment it would train: the facts that a space is made from."""
 
+import ast
 import dataclasses
 import sys
+from pathlib import Path
 from typing import Any
 
 from autofit.harness import rows
 from autofit.harness.device_meter import tensor_bytes
 from autofit.logits import REDUCTIONS
-from autofit.records import Description, Request
+from autofit.records import METRICS_FIELDS, Description, Request
 from autofit.trainer_args import SECRETS
 from autofit.workloads.redaction import is_secret_name
 
@@ -39,10 +41,14 @@ def describe(
         name = str(parameter.dtype).removeprefix("torch.")
         dtypes[name] = dtypes.get(name, 0) + parameter.numel()
     # What the probes will take, from the same functions; they need torch, which this module is imported without.
+    from transformers import TrainingArguments
+
     from autofit.harness.data_sets import has_own_eval_loader, pick_evaluation_set, pick_training_set
     from autofit.harness.row_sample import has_rows
     from autofit.harness.row_sizes import Reader
 
+    # `TrainingArguments(**json)` refuses what a subclass (SFTConfig) adds; the script itself sets that.
+    own_fields = {f.name for f in dataclasses.fields(TrainingArguments)}
     notes: list[str] = []
     training = pick_training_set(trainer, notes)
     _, evaluation = pick_evaluation_set(trainer, notes)
@@ -57,11 +63,13 @@ def describe(
     own_reduction = trainer.preprocess_logits_for_metrics is not None
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return Description(
-        arguments=given,
+        arguments={name: value for name, value in given.items() if name in own_fields},
         resolved={
             k: v
             for k, v in resolved.items()
-            if isinstance(v, (bool, int, float, str, type(None))) and k not in SECRETS and not is_secret_name(k)
+            if (isinstance(v, (bool, int, float, str, type(None))) or k in METRICS_FIELDS)
+            and k not in SECRETS
+            and not is_secret_name(k)
         },
         fields=tuple(f.name for f in dataclasses.fields(trainer.args) if f.init),
         model_class=type(_base(model)).__name__,
@@ -75,7 +83,7 @@ def describe(
         can_checkpoint=_can_checkpoint(_base(model)),
         has_metrics=has_metrics,
         has_logits_reduction=own_reduction,
-        reductions=("full", *REDUCTIONS) if has_metrics and not own_reduction else (),
+        reductions=_reductions(request) if has_metrics and not own_reduction else (),
         train_rows=len(training) if has_rows(trainer.train_dataset) else None,
         eval_rows=None if evaluation is None or own_eval_loader else len(evaluation),
         longest_row=plan.longest_row if plan else None,
@@ -89,7 +97,27 @@ def describe(
         forkable=forkable,
         config=_sizes(model),
         notes=tuple(notes),
+        predicts=bool(getattr(trainer.args, "do_predict", False)) or _calls_predict(),
     )
+
+
+def _calls_predict() -> bool:
+    """Whether the script's own file calls a method of that name: it does so behind its training, which no probe sees."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    try:
+        tree = ast.parse(Path(path).read_bytes()) if path else ast.Module([], [])
+    except (OSError, SyntaxError, ValueError):
+        return False
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return any(isinstance(function, ast.Attribute) and function.attr == "predict" for function in calls)
+
+
+def _reductions(request: Request) -> tuple[str, ...]:
+    """Logits reductions before any was tried: all of them in a shadow run, which computes no metrics, and in the built-in
+    workload those that its metrics are made for."""
+    if request.shadow is not None:
+        return ("full", *REDUCTIONS)
+    return ("full", "argmax")
 
 
 def _base(model: Any) -> Any:

@@ -6,7 +6,7 @@ Transformer Models", eq. 1 and 2: s·b·h·(34 + 5·a·s/h) bytes a layer at 16 
 what this run has measured. Sizes that a model does not tell are taken from its parameter count.
 """
 
-from autofit.records import Candidate, Description, Measurement
+from autofit.records import METRICS_FIELDS, Candidate, Description, Measurement
 
 # Relative time of the same matrix products, from the tensor-core rates of Ampere and later; on the CPU from bf16 dot
 # products being twice as wide. Only the order matters, and measurements replace it.
@@ -111,6 +111,7 @@ def structure(candidate: Candidate) -> str:
         "eval_accumulation_steps",
         "logits",
         "loss",
+        *METRICS_FIELDS,
     )
     return repr(sorted((k, v) for k, v in candidate.values.items() if k not in ignored))
 

@@ -46,7 +46,7 @@ from autofit.trainer_args import arguments_of
 SEMANTICS = 2  # version of what a shadow run models; traces of another one are not read
 BATCHES = (2, 3)  # traced; from 2 on the operators are the same at every batch
 TIME_LIMIT_SECONDS = 600.0
-TRACED_EVAL_STEPS = 4  # of evaluation in a trace (`phases.EVAL_STEPS`)
+TRACED_EVAL_STEPS = 4  # of evaluation in a trace (`data_sets.EVAL_STEPS`)
 TOP_MODULES = 10
 CUDNN_FIRST = (9, 10)  # majors of capability on which torch prefers cuDNN's attention; see `semantics.attention`
 WIDE_HEAD = 192  # elements of an attention head, beyond which consumer cards have no flash attention in backward

@@ -215,19 +215,24 @@ def _by_one_row(failed: Sequence[Measurement]) -> int | None:
 
 
 def _larger_budget(history: Sequence[Measurement], budget: Budget, description: Description) -> list[str]:
-    """The need is that of a peak above the budget; without one, the smallest estimate; without either, nothing."""
+    """The least that is known to be needed: a peak above the budget; without one, what a probe held and was refused, or
+    the smallest estimate where that is more; without any, nothing."""
     above = peaks_above(history, budget, description)
     estimate = None if only_evaluation_fails(history, budget) else _smallest_estimate(history, budget, description)
+    bounds = [(held + asked, m.probe) for m in history for held, asked in [_bound(m)] if held and asked]
+    bound, probe = min(bounds, default=(0, ""))
     if above:
-        need, source = int(above[0][0] * SPARE), f"what probe {above[0][1]} took, with 5 % to spare"
+        word, need, source = "at least", above[0][0], f"what probe {above[0][1]} took, with 5 % to spare"
+    elif bound > max(estimate or 0, budget.device_bytes):
+        word, need, source = "at least", bound, f"what probe {probe} held and was refused, with 5 % to spare"
     elif estimate is not None:
-        need, source = int(estimate * SPARE), "an estimate by formula for the smallest candidate tried"
+        word, need, source = "about", estimate, "an estimate by formula for the smallest candidate tried"
     else:
         return []
-    size = option_size(need, budget.unit)
+    size = option_size(int(need * SPARE), budget.unit)
     if not budget.text:  # the budget is all that this device has
-        return [f"a device with at least {size}, which --device names ({source})"]
-    return [f"a larger budget: --budget {size} ({source})"]
+        return [f"a device with {word} {size}, which --device names ({source})"]
+    return [f"a larger budget, {word} --budget {size} ({source})"]
 
 
 def option_size(amount: int, unit: str) -> str:

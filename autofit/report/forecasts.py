@@ -85,6 +85,8 @@ def _draw_one(found: Forecasts, unit: str, console: Console) -> None:
         )
         print_folded(console, f"{speed}: the time {ORDER_ONLY}")
     for note in prediction.notes:
+        if note in found.notes:  # a shadow run notes of its rows what the description has
+            continue
         print_folded(console, f"- {plain(note)}")
     if row.verified is not None:
         _draw_verified(prediction, row.verified, unit, console)

@@ -20,6 +20,10 @@ COLUMNS = {
     "eval_accumulation_steps": "eval acc",
     "logits": "logits",
     "loss": "loss",
+    "batch_eval_metrics": "metrics by batch",
+    "prediction_loss_only": "loss only",
+    "include_for_metrics": "metrics get",
+    "eval_do_concat_batches": "eval concat",
 }
 
 # Phase of a failure -> how a sentence says it.

@@ -11,7 +11,17 @@ from autofit.emission import ARGUMENTS_FILE, SNIPPET_FILE
 from autofit.knobs import KNOBS, needs_code
 from autofit.records import Budget, Candidate, Choice, Measurement, Outcome, Selection
 from autofit.report.labels import change_text, gain_text, phase_text, plain, rate_text, spread_text
-from autofit.report.summary import FITTING, Row, deciding, is_projected, nearest_row, summarize, tied, train_knobs
+from autofit.report.summary import (
+    FITTING,
+    SAME_SPEED,
+    Row,
+    deciding,
+    is_projected,
+    nearest_row,
+    summarize,
+    tied,
+    train_knobs,
+)
 from autofit.selection import changes, leaders, score
 from autofit.trainer_args import installed_name
 from autofit.units import format_bytes
@@ -87,7 +97,8 @@ def busy_text(measurements: Sequence[Measurement]) -> str | None:
     if 3 * disturbed <= len(measurements):
         return None
     return (
-        f"the machine was busy: {disturbed} of {len(measurements)} probes were disturbed; run it again when it is quiet"
+        f"the machine was busy: {disturbed} of {len(measurements)} probes were disturbed; search again when it is quiet, "
+        "with --out and another folder"
     )
 
 
@@ -103,6 +114,7 @@ def _as_shown(choice: Choice, rows: Sequence[Row]) -> Choice:
         train_spread=row.train_spread or 0.0,
         eval_per_second=row.eval_per_second,
         peak_bytes=max(held, default=choice.peak_bytes),
+        gain=row.gain,
     )
 
 
@@ -129,7 +141,10 @@ def _headline(
         if _tied(choice, selection, measurements):
             text = f"As fast as your settings within the noise ({against} samples/s), peak {peak}"
         else:
-            text = f"{gain_text(choice.gain)} the samples/s of your settings ({against}), peak {peak}"
+            # Of the turns in which nobody disturbed either run; the speeds are of every undisturbed run.
+            same = abs(choice.train_per_second / yours.train_per_second / choice.gain - 1) <= SAME_SPEED
+            turns = "" if same else " in undisturbed turns"
+            text = f"{gain_text(choice.gain)} the samples/s of your settings{turns} ({against}), peak {peak}"
     if choice.eval_per_second is not None:
         text += f", evaluation {rate_text(choice.eval_per_second)} rows/s"
     return text

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from autofit.knobs import KNOBS
+from autofit.knobs import KNOBS, needs_code
 from autofit.records import Budget, Candidate, Choice, Measurement, Outcome, Selection
 from autofit.report.labels import UNKNOWN, in_unit, knob_texts, plain
 from autofit.selection import changes, failure_reason, window_rates
@@ -93,10 +93,8 @@ def merge_rows(groups: Iterable[Sequence[Measurement]], selection: Selection) ->
     yours = next((row for row in rows if row.candidate == selection.baseline), None)
     own_rate = yours.train_per_second if yours is not None and yours.fits and _may_gain(selection) else None
     rows = [replace(row, gain=_gain(row, selection, own_rate)) for row in rows]
-    best = chosen_row(rows, selection)
-    own = next((group for group in listed if best is not None and group[0].candidate == best.candidate), [])
     told = [
-        replace(row, reason=plain(_reason(row, group, best, own, listed, selection)))
+        replace(row, reason=plain(_reason(row, group, _rival(row, rows, selection), listed, selection)))
         for row, group in zip(rows, listed, strict=True)
     ]
     return sorted(told, key=_order)
@@ -124,10 +122,14 @@ def shown(group: Sequence[Measurement], selection: Selection) -> list[Measuremen
     return searched + failed if searched else list(group)
 
 
-def chosen_row(rows: Sequence[Row], selection: Selection) -> Row | None:
-    """The row of best, or of what needs code where that alone was confirmed."""
-    named = choices(selection)
-    return next((row for row in rows if named and row.candidate == named[0][1].candidate), None)
+def _rival(row: Row, rows: Sequence[Row], selection: Selection) -> Row | None:
+    """The chosen row that `row` lost to: of what needs code that with code where there is one, else best."""
+    named = choices(selection)[-1:] if _is_coded(row, selection) else choices(selection)[:1]
+    return next((other for other in rows if named and other.candidate == named[0][1].candidate), None)
+
+
+def _is_coded(row: Row, selection: Selection) -> bool:
+    return selection.baseline is not None and needs_code(row.candidate, selection.baseline)
 
 
 def deciding(group: Sequence[Measurement]) -> Measurement:
@@ -223,12 +225,11 @@ def _with_peak(probes: Sequence[Measurement], name: str) -> list[Measurement]:
 def _reason(
     row: Row,
     group: Sequence[Measurement],
-    best: Row | None,
-    own: Sequence[Measurement],
+    rival: Row | None,
     groups: Sequence[Sequence[Measurement]],
     selection: Selection,
 ) -> str:
-    """Why a row was not chosen, in agreement with the speeds that the two rows show. `own` is the group of `best`."""
+    """Why a row was not chosen, in agreement with the speeds that it and `rival` show."""
     if any(choice.candidate == row.candidate for _, choice in choices(selection)):
         return ""
     told = selection.reasons.get(row.candidate.key, "")
@@ -236,23 +237,29 @@ def _reason(
         failed = deciding(shown(group, selection))
         why = failure_reason(failed) or ""
         return told or (f"failed its confirmation: {why}" if failed.purpose == "confirm" else why)
-    if told.startswith("needs code") or best is None:
+    if rival is None:
         return "" if told in ("chosen", "fits") else told
-    if row.train_per_second is None or best.train_per_second is None:
+    if row.train_per_second is None or rival.train_per_second is None:
         return told
-    gap = 1 - row.train_per_second / best.train_per_second
+    gap = 1 - row.train_per_second / rival.train_per_second
     if gap >= SAME_SPEED:
-        return f"{gap:.0%} slower"
-    larger = (row.train_bytes or 0) > (best.train_bytes or 0)
-    if tied(row, best):
-        return "as fast, larger peak" if larger else "as fast within the noise"
+        than = " than with code" if rival.candidate != choices(selection)[0][1].candidate else ""
+        return f"{gap:.0%} slower{than}"
+    coded = _is_coded(row, selection) and not _is_coded(rival, selection)
+    larger = (row.train_bytes or 0) > (rival.train_bytes or 0)
+    if tied(row, rival):
+        no_gain = "needs code, for no gain beyond the noise"
+        return no_gain if coded else "as fast, larger peak" if larger else "as fast within the noise"
     if _evaluation_fails(row.candidate, groups):
         return "evaluation does not fit"
     if any(m.purpose == "confirm" for m in group):
         return "no faster in its confirmation"
+    own = [m for other in groups for m in other if m.candidate == rival.candidate]
     searched = rate([m for m in own if not m.purpose.startswith("confirm")], "train")[0]
     if searched is not None and searched >= row.train_per_second * (1 - SAME_SPEED):
         return "no faster in the search"
+    if coded:
+        return "needs code, not confirmed"
     return "as fast in the search, larger peak" if larger else "as fast in the search within the noise"
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from autofit.emission import write_files
 from autofit.errors import RunDirectoryError, WorkloadError
 from autofit.knobs import KNOBS, needs_code
-from autofit.records import Candidate, Choice, Description, Machine, Measurement, Outcome, Task
+from autofit.records import EVALUATION_PHASES, Candidate, Choice, Description, Machine, Measurement, Outcome, Task
 from autofit.selection import Scored, beats, score, usable
 from autofit.study.confirmation import choice_of
 from autofit.study.driver import Search
-from autofit.study.judgement import EVALUATION
 
 BEST, WITH_CODE = "best", "best-with-code"
 MOST_FALLBACKS = 3  # winners that may fail their confirmation before the search gives up
@@ -23,6 +22,8 @@ EVAL_NOISE = 0.05  # a timed evaluation is one to three passes, too few for a sp
 PLACES = {
     "load": "before the first step",
     "evaluate": "in evaluation",
+    "generate": "in generating text for evaluation",
+    "predict": "in predict()",
     "metrics": "in computing the metrics",
     "save": "in saving a checkpoint",
 }
@@ -110,7 +111,7 @@ class Decision:
     def _check_evaluation(self) -> None:
         """Where the user's own evaluation fails for another reason than memory and none got through, that is the answer."""
         m = self._search.baseline_measurement()
-        if m is None or m.outcome not in UNMENDABLE or m.failure.phase not in EVALUATION:
+        if m is None or m.outcome not in UNMENDABLE or m.failure.phase not in EVALUATION_PHASES:
             return
         if not any(x.eval_speed is not None for x in usable(self._search.history())):
             raise self._workload_error("your own settings train, and fail", m)
@@ -161,7 +162,7 @@ class Decision:
 
     def _failed_in_evaluation(self, candidate: Candidate) -> bool:
         failures = [m.failure for m in self._search.history() if m.purpose == "confirm" and m.candidate == candidate]
-        return bool(failures) and failures[-1] is not None and failures[-1].phase in EVALUATION
+        return bool(failures) and failures[-1] is not None and failures[-1].phase in EVALUATION_PHASES
 
     def _emit(self, folder: Path, candidate: Candidate) -> None:
         try:

@@ -384,6 +384,7 @@ class Search:
             schedule=Schedule(
                 timed_steps=10 if train else 0,
                 evaluate=evaluate,
+                predict=evaluate and self._description.predicts,
                 save=save,
                 seed=self._limits.seed,
                 sampled_rows=self._description.sampled_rows,

@@ -4,6 +4,7 @@ import dataclasses
 
 from autofit.launch import Ended
 from autofit.records import (
+    EVALUATION_PHASES,
     Budget,
     Candidate,
     Failure,
@@ -18,7 +19,6 @@ DELAY_SHARE = 0.05  # of wall time that threads waited for a processor; above it
 ALIKE_PEAKS = 0.05
 ALIKE_BYTES = 16 * 2**20  # what malloc keeps differs by so much over equal processes: 148 to 163 MiB in eight runs
 ALIKE_SPEEDS = 1.5
-EVALUATION = ("evaluate", "metrics")  # phases of failures that say nothing against the training before them
 LEAST_STEPS = 3  # applied optimizer steps, without which a probe is no fit: optimizer state appears after the first
 
 
@@ -73,7 +73,7 @@ def difference_of(forked: Measurement, fresh: Measurement) -> str | None:
     """
     if fresh.outcome not in SPEED_KNOWN and forked.outcome not in SPEED_KNOWN:
         return None
-    trained_only = forked.failure is not None and forked.failure.phase in EVALUATION
+    trained_only = forked.failure is not None and forked.failure.phase in EVALUATION_PHASES
     if not trained_only and (fresh.outcome in SPEED_KNOWN) != (forked.outcome in SPEED_KNOWN):
         near = Outcome.OVER_BUDGET, Outcome.DEVICE_OOM
         if forked.outcome in near or fresh.outcome in near:
@@ -109,10 +109,12 @@ def _verdict(measurement: Measurement, budget: Budget) -> tuple[Outcome, Failure
     growth = measurement.growth
     if growth is None:
         return None
+    what = "predict()" if growth.phase == "predict" else "evaluation"
     if growth.projected_process_bytes > budget.device_bytes:
-        text = f"projected to {growth.rows_total} rows, evaluation takes {growth.projected_process_bytes} bytes"
-        return Outcome.OVER_BUDGET, Failure("evaluate", None, "eval_growth", text)
-    if growth.projected_host_bytes + (measurement.host_bytes or 0) > budget.host_bytes:
-        text = f"projected to {growth.rows_total} rows, evaluation takes {growth.projected_host_bytes} more bytes of host memory"
-        return Outcome.HOST_OOM, Failure("evaluate", None, "host_growth", text)
+        text = f"projected to {growth.rows_total} rows, {what} takes {growth.projected_process_bytes} bytes"
+        return Outcome.OVER_BUDGET, Failure(growth.phase, None, "eval_growth", text)
+    level = measurement.host_bytes if growth.host_level_bytes is None else growth.host_level_bytes
+    if growth.projected_host_bytes + (level or 0) > budget.host_bytes:
+        text = f"projected to {growth.rows_total} rows, {what} takes {growth.projected_host_bytes} more bytes of host memory"
+        return Outcome.HOST_OOM, Failure(growth.phase, None, "host_growth", text)
     return None

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 from autofit.knobs import KNOBS, Space, refusal
 from autofit.prediction import Predictor, structure
-from autofit.records import Budget, Candidate, Description, Measurement, Outcome
+from autofit.records import EVALUATION_PHASES, METRICS_FIELDS, Budget, Candidate, Description, Measurement, Outcome
 from autofit.selection import fits_training
 
 DEVICE_MEMORY = (Outcome.DEVICE_OOM, Outcome.OVER_BUDGET)
 MEMORY = (Outcome.DEVICE_OOM, Outcome.HOST_OOM, Outcome.OVER_BUDGET)
-EVALUATION_PHASES = ("evaluate", "metrics")
 OTHER_STRUCTURE = 1.05  # above one that ran out, by prediction: peaks of two structures compare within their errors
 WORTH_CLIMBING = 0.97  # a structure this near to the best is followed to larger batches
+IN_CODE = ("logits", *METRICS_FIELDS)  # knobs of evaluation that need code, in the order in which they are tried
 EVAL_GAIN = 1.03  # evaluation batches grow until two doublings gain less
 NEAR = 1.1  # of the budget: where nothing is estimated to fit, what is estimated within this is tried
 MOST_RESCUES = 8  # probes spent on finding anything that fits
@@ -55,6 +55,8 @@ class TrainPlan:
             ):  # its evaluation failed; its training may still be the best
                 return Step(baseline, "train", "the user's own training settings, without evaluation")
             return Step(baseline, "baseline", "the user's own settings")
+        if not self._batches:
+            return None
         full = self._space.with_batch(self._space.start, self._batches[-1])
         # The formula may be far off, so it is tried against it; a shadow run is not.
         foreseen = self._predictor.prediction(full) is not None and self._ruled_out(full) is not None
@@ -278,7 +280,7 @@ class EvaluatePlan:
             for m in self._by_key.values()
             if self._fits(m)
             and self._space.holds(m.candidate, "evaluate")
-            and (in_code or m.candidate.get("logits") == baseline.get("logits"))
+            and (in_code or all(m.candidate.get(name) == baseline.get(name) for name in IN_CODE))
         ]
         return max(fitting, key=lambda m: m.eval_speed.per_second).candidate if fitting else None
 
@@ -294,9 +296,24 @@ class EvaluatePlan:
             if steps is not None:
                 yield own.but(eval_accumulation_steps=steps)
         if in_code:
-            for reduction in self._space.values.get("logits", ()):
-                if reduction != own.get("logits") and (self._short_of_memory(own) or self._accumulates(own)):
-                    yield own.but(logits=reduction)
+            yield from self._settings_in_code(own)
+
+    def _settings_in_code(self, setting: Candidate) -> Iterator[Candidate]:
+        """What takes less of what accumulates, one thing on top of the other, until little does.
+
+        Values come with the fewest bytes first, so that after one that fits no other of the same knob takes less.
+        """
+        for name in IN_CODE:
+            for value in self._space.values.get(name, ()):
+                if value == setting.get(name):
+                    continue
+                if not (self._short_of_memory(setting) or self._accumulates(setting)):
+                    return
+                changed = setting.but({name: value})
+                yield changed
+                if any(self._fits(m) for m in self._of(changed)):
+                    setting = changed
+                    break
 
     def _ladder(self, setting: Candidate) -> Step | None:
         """Evaluation batches of one setting: the user's own, then up by four while it pays, or down until one fits."""
@@ -353,7 +370,7 @@ class EvaluatePlan:
         """Whether the predictions come to more than 1 % of the budget; less is not worth a line of code."""
         return any(
             m.growth is not None
-            and m.growth.outputs.get("predictions", 0) * m.growth.rows_total > 0.01 * self._budget.device_bytes
+            and m.growth.prediction_bytes_per_row * m.growth.rows_total > 0.01 * self._budget.device_bytes
             for m in self._of(setting)
         )
 

@@ -37,6 +37,7 @@ from autofit.workloads.model_task import make_model_task
 from autofit.workloads.redaction import redact_text
 from autofit.workloads.script_task import make_script_task
 
+ALLOWED = ("training", "code")  # what may change besides memory and speed
 DESCRIBE_SECONDS = 1800.0  # for a script to prepare its data
 BUSY_SHARE = 0.05  # of the device held by others: nothing can be measured beside them
 HOST_SHARE = 0.9  # of available host memory, when the user gives no host budget
@@ -151,14 +152,17 @@ def describe(
     say: Callable[[str], None],
     shadow: ShadowDevice | None = None,
     snapshot: bool | None = None,
+    check_forms: bool = False,
 ) -> Description:
     """Run the workload once up to its training, and make the server ready for its probes. `shadow`: without weights.
 
     A script then stands at its Trainer for the probes to branch off, where that is safe. `snapshot`: whether to; None where
-    there is no GPU only, since nobody has tried it on one. Raises UsageError or WorkloadError where it does not get there.
+    there is no GPU only, since nobody has tried it on one. `check_forms`: of what its metrics function receives. Raises
+    UsageError or WorkloadError where it does not get there.
     """
     launcher.drop_snapshot()  # of whatever it has served before
-    schedule = Schedule(describe_only=True, check_accumulation=shadow is None and task.script is not None)
+    divides = shadow is None and task.script is not None
+    schedule = Schedule(describe_only=True, check_accumulation=divides, check_forms=check_forms)
     request = Request("describe", str(folder), task, machine.device, schedule, shadow=shadow)
     if task.script is not None:
         description = _describe_script(
@@ -169,7 +173,7 @@ def describe(
         if machine.device != "cpu" and not _fresh_folder(folder, launcher.trust, request):
             say("forked children cannot use the device here, so every probe starts a fresh interpreter")
         ended = _fresh_folder(folder, launcher.probe, request, how="fork", time_limit=DESCRIBE_SECONDS)
-        description = _described(task, ended.reply, folder)
+        description = _described(request, ended.reply, folder)
         launcher.fallback = "fork"
         if launcher.can_fork:
             launcher.warm((*FIRST_IMPORTS, *description.modules))
@@ -202,24 +206,25 @@ def _describe_script(
     else:
         how = "fresh" if launcher.snapshot is None else "snapshot"
         ended = _fresh_folder(folder, launcher.probe, request, how=how, time_limit=DESCRIBE_SECONDS, options=options)
-    description = _described(task, ended.reply, folder)
+    description = _described(request, ended.reply, folder)
+    run = "probe" if request.shadow is None else "shadow run"
     if description.forkable and launcher.can_fork:
         launcher.fallback = "fork"
         launcher.prepare_forks((*FIRST_IMPORTS, *description.modules))
     if launcher.snapshot is not None:
         launcher.snapshot = replace(launcher.snapshot, resolved=description.resolved)
         say(
-            "the script stands at its Trainer: each probe is a fork of it, so that its data and weights are loaded once"
+            f"the script stands at its Trainer: each {run} is a fork of it, so that its data and weights are loaded once"
         )
     else:
         process = ", in a process that has imported its libraries" if launcher.fallback == "fork" else ""
-        say(f"every probe runs the script from its start{process}: {why}")
+        say(f"every {run} runs the script from its start{process}: {why}")
     return description
 
 
-def _described(task: Task, reply: Reply, folder: Path) -> Description:
+def _described(request: Request, reply: Reply, folder: Path) -> Description:
     if reply.description is None:
-        raise explain_failure(task, reply, folder)
+        raise explain_failure(request.task, reply, folder, kept=request.shadow is None)
     return reply.description
 
 
@@ -228,8 +233,8 @@ def _fresh_folder(folder: Path, action: Callable[..., Any], *args: Any, **kwargs
     return action(*args, **kwargs)
 
 
-def explain_failure(task: Task, reply: Reply, folder: Path) -> AutofitError:
-    """What went wrong before training, in the user's words."""
+def explain_failure(task: Task, reply: Reply, folder: Path, kept: bool = True) -> AutofitError:
+    """What went wrong before training, in the user's words. `kept`: `folder` is there when they read it."""
     failure = reply.failure
     if failure.kind == "UsageError":
         return UsageError(failure.message)
@@ -242,7 +247,8 @@ def explain_failure(task: Task, reply: Reply, folder: Path) -> AutofitError:
             excerpt,
         )
     if failure.kind in ("no_trainer", "no_training"):
-        return WorkloadError(f"{failure.message}; its whole output is in {folder}", excerpt)
+        where = f"; its whole output is in {folder}" if kept else ""
+        return WorkloadError(f"{failure.message}{where}", excerpt)
     why = failure.message if failure.kind in failure.message else f"{failure.kind}: {failure.message}"
     if reply.outcome in (Outcome.TIMEOUT, Outcome.KILLED):
         why = f"{reply.outcome.value}: {failure.message}"
@@ -250,8 +256,11 @@ def explain_failure(task: Task, reply: Reply, folder: Path) -> AutofitError:
     return WorkloadError(f"{who} failed {where} ({why})", excerpt)
 
 
-def baseline_of(description: Description) -> Candidate:
-    """The user's own settings as a candidate; knobs that mean nothing for the workload are left out."""
+def baseline_of(description: Description, code: bool = False) -> Candidate:
+    """The user's own settings as a candidate; knobs that mean nothing for the workload are left out.
+
+    `code`: with those that change what its metrics function receives.
+    """
     values = candidate_values(description.resolved)
     if description.attention is not None:
         values["attention"] = description.attention
@@ -259,6 +268,8 @@ def baseline_of(description: Description) -> Candidate:
         del values["per_device_eval_batch_size"], values["eval_accumulation_steps"]
     elif description.has_metrics and not description.has_logits_reduction:
         values["logits"] = "full"
+    if code and description.eval_rows:
+        values |= {name: options[0] for name, options in description.metrics_forms.items()}
     if trades_in_code(description):
         values["loss"] = "own"
     return Candidate(values)
@@ -269,13 +280,14 @@ def space_of(
 ) -> Space:
     """What may vary, from the user's `--knob` and `--allow`. Raises UsageError."""
     for word in allow:
-        if word != "training":
-            raise UsageError(f"--allow {word!r} is not known; use training")
+        if word not in ALLOWED:
+            raise UsageError(f"--allow {word!r} is not known; use {' or '.join(ALLOWED)}")
     narrowed: dict[str, tuple] = {}
     for text in knobs:
         name, values = parse_knob(text)
         narrowed[name] = (*narrowed.get(name, ()), *values)
-    return make_space(description, machine, baseline_of(description), narrowed, frozenset(allow))
+    allowed = frozenset(allow)
+    return make_space(description, machine, baseline_of(description, "code" in allowed), narrowed, allowed)
 
 
 def check_weights(description: Description, budget: Budget) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -65,8 +66,9 @@ def make_script_task(command: tuple[str, ...]) -> tuple[ScriptTask, list[str]]:
 
 
 def command_line(script: ScriptTask) -> str:
-    """The whole command as the user wrote it, but for an interpreter that is autofit's own."""
-    return " ".join((*script.launcher, *script.command))
+    """The whole command as the user wrote it, but for an interpreter that is autofit's own; blanks are quoted."""
+    words = (*script.launcher, *script.command)
+    return " ".join(shlex.quote(word) if not word or re.search(r"\s", word) else word for word in words)
 
 
 def _split_assignments(words: list[str]) -> tuple[dict[str, str], list[str]]:

@@ -6,6 +6,8 @@ storage has a category, and the module in whose forward pass it was made. What a
 operator is not seen.
 """
 
+import collections
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autofit.harness.shadow.op_cost import OpCost, cost_of
 from autofit.harness.shadow.semantics import CannotShadowError
 from autofit.harness.shadow.semantics.answers import answer
+from autofit.harness.shadow.source_lines import Line, line_text, running_line
 from autofit.harness.shadow.trace import Trace
 
 # Categories, in the order in which they are shown.
@@ -38,6 +41,7 @@ CATEGORIES = (
     TEMPORARIES,
     WORKSPACE,
 )
+STAYING = (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER, BATCH, WORKSPACE)  # of which a training keeps what it needs
 _CODES = {name: code for code, name in enumerate(CATEGORIES)}
 _TEMPORARIES, _LOGITS = _CODES[TEMPORARIES], _CODES[LOGITS]
 
@@ -87,6 +91,8 @@ class Ledger(TorchDispatchMode):
         self._categories: list[int] = []
         self._modules: list[int] = []
         self._micro_batches: list[int] = []
+        self._lines: list[Line | None] = []
+        self._steps: list[int] = []  # blocks made before the first step, and up to the end of each
         self._blocks: dict[int, int] = {}  # storage -> block, of what is alive
         self._references: dict[int, weakref.ref] = {}
         self._ignored: dict[int, weakref.ref] = {}  # storages that are host memory
@@ -120,6 +126,10 @@ class Ledger(TorchDispatchMode):
             self._phases.append(name)
         self._phase = self._phases.index(name)
         self.peak_bytes = self.live_bytes
+
+    def end_step(self) -> None:
+        """To be called before the first optimizer step as well."""
+        self._steps.append(len(self._sizes))
 
     @contextmanager
     def making(self, category: str) -> Iterator[None]:
@@ -200,6 +210,7 @@ class Ledger(TorchDispatchMode):
         self._categories.append(category)
         self._modules.append(self._stack[-1][0])
         self._micro_batches.append(-1)
+        self._lines.append(running_line())
         self.live_bytes += size
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
@@ -258,6 +269,33 @@ class Ledger(TorchDispatchMode):
         self._allocate(storage, _LOGITS if self._stack[-1][1] or is_wide else self._category)
 
     # ---- the record ----
+
+    def kept(self) -> dict[int, str]:
+        """Blocks that the second step made and nothing gives back, and the line of the workload that made each.
+
+        As many of one kind as are there of the first step too: what is made once stays, what is made anew each time
+        takes the last one's place. To be called when the trace has been taken: it collects garbage.
+        """
+        if len(self._steps) < 3:
+            return {}
+        staying = {_CODES[name] for name in STAYING}
+
+        def alive(step: int) -> Iterator[tuple[tuple[Any, ...], int]]:
+            start, stop = self._steps[step : step + 2]
+            for block in sorted(self._blocks.values()):
+                if start <= block < stop and self._categories[block] not in staying:
+                    yield (self._modules[block], self._sizes[block], self._lines[block]), block
+
+        if not any(alive(0)):
+            return {}
+        gc.collect()
+        first = collections.Counter(kind for kind, _ in alive(0))
+        found = {}
+        for kind, block in alive(1):
+            if first[kind] > 0:
+                first[kind] -= 1
+                found[block] = line_text(self._lines[block])
+        return found
 
     def trace(self, facts: dict[str, Any]) -> Trace:
         """Everything so far. `facts` goes with it."""

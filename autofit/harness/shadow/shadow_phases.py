@@ -4,6 +4,7 @@ The same hold on the Trainer as a probe's. What only real values can show (finit
 left to probes, and nothing is timed.
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -64,6 +65,7 @@ class ShadowPhases(Phases):
     def begin_training(self, load_began: float, budget_bytes: int | None) -> None:
         super().begin_training(load_began, budget_bytes)
         self._ledger.begin_phase("train")
+        self._ledger.end_step()
         if self._meter.device.processes > 1:
             for size in bucket_bytes(self._trainer.model.parameters()):
                 self._ledger.add_bytes(size, GRADIENTS)
@@ -166,6 +168,7 @@ class ShadowPhases(Phases):
         if self.steps + 1 == STEPS:
             self._facts["second_step"] = list(self._step_ops)
         self._step_ops[0] = self._ledger.operations
+        self._ledger.end_step()
         return super().on_step_end(args, state, control, **kwargs)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -188,7 +191,9 @@ class ShadowPhases(Phases):
             self._ledger.forget_modules()
             yield from self._worst_case_evaluation()
         draft = f"{self._trace_file}.part"
-        self._ledger.trace(self._trace_facts()).save(draft)
+        trace = self._ledger.trace(self._trace_facts())
+        trace.facts["kept"] = {str(block): line for block, line in self._ledger.kept().items()}
+        trace.save(draft)
         os.replace(draft, self._trace_file)
         yield STOP
 
@@ -199,6 +204,15 @@ class ShadowPhases(Phases):
     def _plan_rows(self, dataset: Any) -> RowPlan:
         with _disable_current_modes():  # rows are host memory, and their lengths are real
             return super()._plan_rows(dataset)
+
+    @contextlib.contextmanager
+    def _full_length(self) -> Iterator[None]:
+        """Nothing to do: on fakes nothing but the length ends a generation; see `semantics.generation`."""
+        yield
+
+    def _metrics_bytes_per_row(self) -> float:
+        """Unknown: the metrics function has nothing to compute on."""
+        return 0.0
 
     def _trace_facts(self) -> dict[str, Any]:
         arguments = self._trainer.args

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from autofit.knobs import KNOBS, needs_code, switches_of
+from autofit.knobs import KNOBS, switches_of
 from autofit.own_settings import COMMAND_FILE, SNIPPET_FILE, OwnSettings, make_own_settings
 from autofit.records import METRICS_FIELDS, Candidate, Description, ScriptTask, Task
 from autofit.store import replaced_folder, write_atomically, write_json
@@ -51,7 +51,9 @@ def own_settings_of(
 ) -> OwnSettings:
     """How the candidate is said in the script's own terms, with `folder` as the place of its files."""
     changed = changed_arguments(candidate, description, device)
-    return make_own_settings(folder, script, description, changed, needs_code(candidate, baseline), WRITTEN)
+    differing = {n for n, knob in KNOBS.items() if knob.in_code and candidate.get(n) != baseline.get(n)}
+    to_write = bool(differing - {*METRICS_FIELDS})  # which are arguments like others
+    return make_own_settings(folder, script, description, changed, WRITTEN, bool(differing), to_write)
 
 
 def model_kwargs(candidate: Candidate, baseline: Candidate) -> dict[str, Any]:

@@ -73,5 +73,6 @@ def _set_flag(arguments: Sequence[str], name: str, value: Any) -> list[str]:
 
 
 def _looks_like_flag(word: str) -> bool:
-    """As argparse tells a flag from a value: a negative number and a text with blanks are values."""
-    return word.startswith("-") and word != "-" and not re.fullmatch(r"-\d+|-\d*\.\d+", word) and " " not in word
+    """As argparse tells a flag from a value: a negative number and a text with blanks are values, `--flag=a b` is none."""
+    name = word.partition("=")[0]
+    return word.startswith("-") and word != "-" and not re.fullmatch(r"-\d+|-\d*\.\d+", word) and " " not in name

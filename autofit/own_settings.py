@@ -41,17 +41,19 @@ def make_own_settings(
     script: ScriptTask,
     description: Description,
     changed: Mapping[str, Any],
-    with_code: bool,
     taken: Collection[str],
+    with_code: bool,
+    to_write: bool,
 ) -> OwnSettings:
     """The settings whose fields `changed` differ from the user's, for files in `folder`.
 
-    `with_code`: they need the code of a snippet in `folder`. `taken` are names that the user's file cannot have there.
+    `taken` are names that the user's file cannot have there. `with_code`: they are those of `best-with-code`, and with
+    `to_write` they need the lines of the snippet in `folder`.
     """
     source = description.source or ArgumentsSource("unknown")
     by_hand = said_elsewhere(source, changed, description.resolved)
     apply = _apply(folder, script, with_code)
-    snippet = _shown(folder / SNIPPET_FILE, script) if with_code else None
+    snippet = _shown(folder / SNIPPET_FILE, script) if to_write else None
     if not changed:
         return _choose(_shell(script, script.command), apply, by_hand, snippet)
     if source.kind == "flags":

@@ -336,6 +336,9 @@ class EvaluationGrowth:
         return sum(size for name, size in self.outputs.items() if name not in ("losses", "labels", "inputs"))
 
 
+LEAK = "leak_suspected"  # kind of the failure where what is kept over the whole training does not fit
+
+
 @dataclass(frozen=True)
 class LeakCheck:
     """What a training keeps and never gives back, by what it keeps it, and how often the user's own training does that.
@@ -487,6 +490,7 @@ class Prediction(_Peaks):
     categories: dict[str, int] = field(default_factory=dict)  # bytes alive at the highest instant of training
     modules: tuple[tuple[str, int], ...] = ()  # that hold most at that instant, the largest first
     failure: Failure | None = None  # what could not be traced; there are no phases then
+    leaks: LeakCheck | None = None  # what the second step made and nothing gave back; None: nothing
     notes: tuple[str, ...] = ()
     machine: str = ""  # key of the machine, its libraries included, whose probes it was made for; empty: of no search
 

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from autofit.records import EVALUATION_PHASES, Budget, Candidate, Choice, Measurement, Outcome
+from autofit.records import EVALUATION_PHASES, LEAK, Budget, Candidate, Choice, Measurement, Outcome
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,8 @@ def fits_training(m: Measurement, budget: Budget) -> bool:
     """Whether its training was timed within the budget, whatever became of evaluation or the checkpoint afterwards."""
     if m.train_speed is None or (m.train_bytes or 0) > budget.device_bytes:
         return False
+    if m.failure is not None and m.failure.kind == LEAK and m.failure.phase not in EVALUATION_PHASES:
+        return False
     return m.ran or (m.failure is not None and m.failure.phase in (*EVALUATION_PHASES, "save"))
 
 
@@ -130,6 +132,8 @@ def failure_reason(m: Measurement) -> str | None:
         return None
     if m.outcome is Outcome.OVER_BUDGET and m.failure is not None and m.failure.kind == "eval_growth":
         return "over budget when projected to the whole evaluation set"
+    if m.failure is not None and m.failure.kind == LEAK:
+        return f"{'over budget' if m.outcome is Outcome.OVER_BUDGET else 'out of host memory'} by what it keeps{where}"
     if m.outcome is Outcome.OVER_BUDGET:
         return f"over budget{where}"
     if m.outcome in (Outcome.DEVICE_OOM, Outcome.HOST_OOM):

@@ -158,7 +158,7 @@ def planned(user: Mapping[str, Any], train_rows: int | None) -> tuple[int | None
         batches = -(-train_rows // max(int(user.get("per_device_train_batch_size") or 1), 1))
         steps_per_epoch = -(-batches // max(int(user.get("gradient_accumulation_steps") or 1), 1))
     epochs = float(user.get("num_train_epochs") or 0.0)
-    steps = int(user.get("max_steps") or 0)
+    steps = max(int(user.get("max_steps") or 0), 0)
     if steps > 0:
         epochs = steps / steps_per_epoch if steps_per_epoch else 0.0
     elif steps_per_epoch:

@@ -107,7 +107,8 @@ class Landscape:
         outcome = Outcome.FITS
         if purpose in ("baseline", "evaluate"):
             rows = self.description.eval_rows
-            per_row = self.eval_bytes_per_row if candidate.get("logits") == "full" else 8.0
+            kept_whole = candidate.get("logits") == "full" and not candidate.get("batch_eval_metrics")
+            per_row = self.eval_bytes_per_row if kept_whole else 8.0
             kept = per_row * (
                 rows
                 if candidate["eval_accumulation_steps"] is None

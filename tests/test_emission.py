@@ -313,3 +313,28 @@ def test_the_command_of_what_needs_code_says_where_the_code_is(run):
     assert told == "# add to the script what runs/best-with-code/snippet.py says"
     assert emit(run / "best", CHOSEN, description, script("train.py"))[:2] == ["python", "train.py"]
     assert not (run / "best/command.txt").read_text().startswith("#")
+
+
+def test_what_a_metrics_function_receives_is_said_in_the_arguments_and_told_in_the_snippet(run):
+    words = ("train.py", "--output_dir", "o", "--include_for_metrics", "inputs", "loss", "--bf16", "False")
+    (arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses([*words[1:], "--use_cpu"])
+    description = describe(arguments, ArgumentsSource("flags", flags=True))
+    own = {
+        **candidate_values(description.resolved),
+        "include_for_metrics": "inputs+loss",
+        "eval_do_concat_batches": True,
+    }
+    for included, said in (("inputs", ["inputs"]), (None, [])):
+        chosen = {**own, "include_for_metrics": included, "eval_do_concat_batches": False}
+        folder = run / f"best-with-code-{len(said)}"
+        command = emit(folder, chosen, description, script(*words), own)
+        (parsed,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses([*command[2:], "--use_cpu"])
+        from_json = TrainingArguments(**{"output_dir": "o", **json.loads((folder / "training_args.json").read_text())})
+        for found in (parsed, from_json):
+            assert (found.include_for_metrics, found.eval_do_concat_batches) == (said, False)
+        told = ast.get_docstring(ast.parse((folder / "snippet.py").read_text()))
+        assert command[0] == "python"  # there is no line to add first
+        assert f"include_for_metrics = {said!r}" in told and "eval_do_concat_batches = False" in told
+    assert not {"include_for_metrics", "eval_do_concat_batches"} & set(
+        changed_arguments(Candidate(own), description, "cpu")
+    )

@@ -13,7 +13,7 @@ from transformers import trainer_pt_utils
 from transformers.trainer_pt_utils import EvalLoopContainer
 from transformers.trainer_utils import EvalPrediction
 
-from autofit.harness import metrics_memory
+from autofit.harness import evaluation, metrics_memory
 from autofit.harness.evaluation import ADDED, CONTAINERS, AccumulationLog, output_names, project
 from autofit.harness.evaluation_phases import full_length
 
@@ -66,6 +66,14 @@ def evaluate(sizes, rows, batch, accumulation, concatenates, apart):
     return device, host, both, log
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_holes():
+    """No counter here sees what malloc keeps of freed memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "HOLE_BYTES", 0)
+        yield
+
+
 @pytest.mark.filterwarnings("ignore")
 @settings(max_examples=60, deadline=None)
 @given(
@@ -101,6 +109,18 @@ def test_the_projection_is_what_the_containers_of_transformers_take(sizes, rows,
         slack = batch * sum(sizes.values()) * UNIT + 16 * UNIT  # the last batch may be smaller
         assert growth.projected_process_bytes == pytest.approx(device if apart else both, abs=slack)
         assert growth.projected_host_bytes == pytest.approx(host if apart else both, abs=slack)
+
+
+def test_on_the_cpu_a_hole_of_malloc_is_allowed_for_each_array_that_grows(monkeypatch):
+    monkeypatch.setattr(evaluation, "HOLE_BYTES", 1000)
+    asked = {"base_bytes": 0, "first_step_peak": 0, "measured_peak": 0, "rows_measured": 4, "batch": 1,
+             "outputs": {"logits": 100.0, "labels": 1.0}, "host_outputs": {"logits": 100.0, "labels": 1.0},
+             "accumulation_steps": None}  # fmt: skip
+    grown = [
+        project(on_host=True, rows_total=100, concatenates=concatenates, **asked).projected_process_bytes
+        for concatenates in (True, False)
+    ]
+    assert grown == [20100 + 1000 + 100, 10100]  # both arrays, the scores twice, the last batch; holes of 1000 and 100
 
 
 def test_names_are_those_of_the_model_where_nothing_has_changed_them():

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "autofit"
 FLOORS = [
     {"errors", "units"},
     {"records"},
-    {"codec", "machine", "failure", "knobs", "trainer_args", "selection", "logits", "catalog"},
+    {"codec", "machine", "failure", "knobs", "trainer_args", "selection", "logits", "catalog", "leak_words"},
     {"store", "workloads", "probe_folder", "own_files", "own_command"},
     {"harness"},
     {"launch", "own_settings"},

@@ -13,6 +13,7 @@ import torch
 from conftest import make_task
 
 from autofit.harness.device_meter import CudaMeter
+from autofit.harness.evaluation import HOLE_BYTES
 from autofit.harness.take_hold import when_imported
 from autofit.launch import Ended, Launcher, MismatchError
 from autofit.records import Outcome, PhaseRecord, Request, Schedule, Task
@@ -1035,7 +1036,8 @@ def test_the_projection_is_what_a_whole_evaluation_takes(train, dtype, accumulat
     assert (projected.reply.growth.rows_measured, whole.reply.growth.rows_measured) == (8, ROWS)
     taken = whole.phase("evaluate").process_bytes
     assert taken > 1.5 * ROWS * 64 * 8000 * (4 if dtype == "float32" else 2)
-    assert projected.reply.growth.projected_process_bytes == pytest.approx(taken, rel=0.10)
+    # Whether malloc leaves a hole depends on what it has freed before, which the projection allows for.
+    assert 0.95 * taken <= projected.reply.growth.projected_process_bytes <= 1.05 * taken + HOLE_BYTES
 
 
 # ---- the same again, and settings of the model ----

@@ -129,6 +129,13 @@ def test_the_real_parser_reads_the_new_values_and_all_others_as_before(written, 
             "train.py --per_device_train 4 --per_device_train_batch_size 8",
         ),
         ("train.py --no_cuda True --y", {"use_cpu": False}, "train.py --use_cpu False --y"),
+        (
+            "train.py --include_for_metrics inputs loss --y",
+            {"include_for_metrics": ["inputs"]},
+            "train.py --include_for_metrics inputs --y",
+        ),
+        ("train.py --include-for-metrics inputs loss --y", {"include_for_metrics": []}, "train.py --y"),
+        ("train.py --y", {"include_for_metrics": ["inputs", "loss"]}, "train.py --y --include_for_metrics inputs loss"),
     ],
 )
 def test_flags_keep_their_place_and_their_way_of_writing(command, values, expected):
@@ -138,3 +145,9 @@ def test_flags_keep_their_place_and_their_way_of_writing(command, values, expect
 def test_an_abbreviated_flag_loses_to_the_one_that_is_added():
     edited = edit_command(("train.py", "--gradient_acc", "4"), {"gradient_accumulation_steps": 8})
     assert parse(edited)["gradient_accumulation_steps"] == 8
+
+
+def test_a_flag_with_blanks_behind_its_equals_sign_is_no_value_of_the_one_before():
+    words = ("train.py", "--activation_checkpointing", '--gradient_checkpointing_kwargs={"use_reentrant": true}')
+    edited = edit_command(words, {"activation_checkpointing": False})
+    assert edited == ("train.py", "--activation_checkpointing", "False", words[2])

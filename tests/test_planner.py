@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from landscapes import BASELINE, MACHINE, Landscape, make_description
 
-from autofit.knobs import make_space
+from autofit.knobs import make_space, needs_code
 from autofit.prediction import Predictor
 from autofit.records import AccumulationCheck, Candidate, Failure, Measurement, Outcome
 from autofit.study.planner import EvaluatePlan, TrainPlan
@@ -162,3 +162,36 @@ def test_logits_that_do_not_fit_are_reduced_where_code_is_allowed():
     landscape = Landscape(0, 24 * GB, eval_bytes_per_row=20e6)
     history = run_evaluate(landscape, landscape.space.baseline, [], in_code=True)
     assert any(m.candidate["logits"] == "argmax" and m.outcome is Outcome.FITS for m in history)
+
+
+def test_of_several_reductions_that_leave_metrics_alone_the_smallest_is_enough():
+    description = make_description(reductions=("full", "argmax", "top_k", "first"))
+    landscape = Landscape(0, 24 * GB, eval_bytes_per_row=20e6, description=description)
+    history = run_evaluate(landscape, landscape.space.baseline, [], in_code=True)
+    assert {m.candidate["logits"] for m in history} == {"full", "argmax"}
+
+
+FORMS = {"eval_do_concat_batches": (True, False), "batch_eval_metrics": (False, True), "prediction_loss_only": (False,)}
+
+
+def with_forms(**more) -> Landscape:
+    description = make_description(metrics_forms=FORMS, **more)
+    baseline = {**BASELINE, **{name: values[0] for name, values in FORMS.items()}}
+    return Landscape(0, 24 * GB, eval_bytes_per_row=20e6, description=description, baseline=baseline)
+
+
+def test_what_the_metrics_function_receives_is_changed_in_code_only_and_where_no_reduction_does():
+    landscape = with_forms(reductions=("full",))
+    own = {name: values[0] for name, values in FORMS.items()}
+    without = run_evaluate(landscape, landscape.space.baseline, [], in_code=False)
+    assert all(m.candidate[name] == value for m in without for name, value in own.items())
+    history = run_evaluate(landscape, landscape.space.baseline, without, in_code=True)
+    tried = [m.candidate for m in history[len(without) :]]
+    assert {c["batch_eval_metrics"] for c in tried} == {True}
+    assert {c["eval_do_concat_batches"] for c in tried} == {True}  # nothing accumulates any more
+    plan = EvaluatePlan(landscape.space, landscape.space.baseline, landscape.budget, "cuda:0")
+    plan.next(history, in_code=False)
+    assert all(plan.best(in_code=False)[name] == value for name, value in own.items())
+    assert all(needs_code(c, landscape.space.baseline) for c in tried)
+    reduced = run_evaluate(with_forms(), landscape.space.baseline, [], in_code=True)
+    assert all(m.candidate["batch_eval_metrics"] is False for m in reduced)

@@ -3,12 +3,14 @@
 import json
 
 import pytest
+from landscapes import make_description
 
 import autofit
 from autofit.errors import AutofitError, DeviceError, RunDirectoryError, UsageError, WorkloadError
+from autofit.knobs import needs_code
 from autofit.machine import read_machine
 from autofit.records import Machine, ScriptTask, Task
-from autofit.study.preflight import make_budget
+from autofit.study.preflight import baseline_of, make_budget, space_of
 from autofit.workloads.model_task import make_model_task, read_config
 from autofit.workloads.script_task import make_script_task, redact
 
@@ -210,3 +212,30 @@ def test_a_resumed_search_survives_a_driver_that_no_longer_tells_what_is_free(tm
     assert "the weights alone take" in refused(tmp_path, **options)
     monkeypatch.setattr("autofit.api.available_device_bytes", lambda machine: None)
     assert "the weights alone take" in refused(tmp_path, **options)
+
+
+FORMS = {"eval_do_concat_batches": (True, False), "batch_eval_metrics": (False,), "prediction_loss_only": (False,)}
+RESOLVED = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "optim": "adamw_torch",
+    "per_device_eval_batch_size": 8,
+}
+
+
+def test_what_a_metrics_function_receives_varies_only_where_code_is_allowed():
+    description = make_description(resolved=RESOLVED, metrics_forms=FORMS)
+    machine = read_machine("cpu")
+    plain = space_of(description, machine, None, (), ())
+    assert plain.baseline == baseline_of(description)
+    assert not set(FORMS) & (set(plain.values) | set(plain.baseline.values))
+    coded = space_of(description, machine, None, (), ("code",))
+    assert {name: coded.values[name] for name in FORMS} == FORMS
+    assert all(coded.baseline[name] == values[0] for name, values in FORMS.items())
+    assert needs_code(coded.baseline.but(eval_do_concat_batches=False), coded.baseline)
+    narrowed = space_of(description, machine, None, ("eval_do_concat_batches=false",), ("code",))
+    assert narrowed.values["eval_do_concat_batches"] == (False,)
+    with pytest.raises(UsageError, match="it changes what the metrics function receives; add --allow code"):
+        space_of(description, machine, None, ("eval_do_concat_batches=false",), ())
+    with pytest.raises(UsageError, match="True cannot be used here; possible: False"):
+        space_of(description, machine, None, ("batch_eval_metrics=true",), ("code",))

@@ -20,6 +20,7 @@ from autofit.trainer_args import (
     candidate_values,
     check_names,
     check_single_process,
+    metrics_values,
     probe_overrides,
 )
 
@@ -181,3 +182,24 @@ def test_a_probe_keeps_out_of_the_users_folders_trackers_and_schedule(strategy):
     assert arguments.save_strategy == "no"
     assert arguments.eval_strategy == ("no" if strategy == "no" else "steps")
     assert strategy == "no" or arguments.eval_steps > 10**6
+
+
+def test_what_a_metrics_function_receives_is_a_knob_only_where_the_candidate_has_it():
+    resolved = {
+        "eval_do_concat_batches": True,
+        "batch_eval_metrics": False,
+        "prediction_loss_only": False,
+        "include_for_metrics": ["inputs", "loss"],
+    }
+    knobs = metrics_values(resolved)
+    assert knobs == {**resolved, "include_for_metrics": "inputs+loss"}
+    assert "include_for_metrics" not in metrics_values({**resolved, "include_for_metrics": []})
+    assert metrics_values({}) == {}
+    candidate = Candidate(candidate_values({**asdict_of(TrainingArguments("o", use_cpu=True))}))
+    assert not set(resolved) & set(arguments_of(candidate, FIELDS, "cpu"))
+    assert resolved.items() <= arguments_of(candidate.but(knobs), FIELDS, "cpu").items()
+    assert arguments_of(candidate.but(include_for_metrics=None), FIELDS, "cpu")["include_for_metrics"] == []
+
+
+def asdict_of(arguments):
+    return {**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(arguments)}, "optim": "adamw_torch"}

@@ -27,6 +27,7 @@ Examples:
 Knobs (phase in which they matter: training, then evaluation):
   per_device_train_batch_size  activation_checkpointing  precision  attention  optim
   per_device_eval_batch_size  eval_accumulation_steps  logits
+  with --allow code: batch_eval_metrics  prediction_loss_only  include_for_metrics  eval_do_concat_batches
 """
 
 PREDICT_EPILOG = """\b

@@ -37,6 +37,7 @@ class DeviceMeter(Protocol):
     def enter_training(self, model: Any, budget_bytes: int | None) -> Peaks: ...
     def begin_phase(self) -> None: ...
     def peaks(self) -> Peaks: ...
+    def settle(self) -> None: ...
     def held_bytes(self) -> int: ...
     def held_peak(self) -> int: ...
     def live_window(self) -> contextlib.AbstractContextManager[Callable[[], int | None]]: ...
@@ -77,8 +78,7 @@ class CpuMeter:
         _warm_up_cpu()
         weights = tensor_bytes(_state_tensors(model))
         _touch(model)
-        gc.collect()
-        _trim_heap()
+        self.settle()
         status = _status_bytes()
         self._base_resident = status["VmRSS"] - weights
         self._base_file = status.get("RssFile", 0)
@@ -108,6 +108,11 @@ class CpuMeter:
     def peaks(self) -> Peaks:
         grown = self.held_peak()
         return Peaks(None, grown, grown, None)
+
+    def settle(self) -> None:
+        """Give back what malloc keeps free: what comes next would use it again, and `held_bytes` counts it."""
+        gc.collect()
+        _trim_heap()
 
     def held_bytes(self) -> int:
         """Bytes in use now, in the terms of the budget."""
@@ -233,6 +238,9 @@ class CudaMeter:
             reserved + (self.context_bytes or 0),
             self._counters.retries() - self._retries_before,
         )
+
+    def settle(self) -> None:
+        """Nothing: live bytes are counted, and cached blocks are not among them."""
 
     def held_bytes(self) -> int:
         """Live tensors and the context: cached blocks are free for what comes next, so they are not in use."""

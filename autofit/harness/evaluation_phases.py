@@ -121,7 +121,7 @@ class EvaluationPhases(TrainerCallback):
             self._may_repeat([(1, whole)], self._close("evaluate", began))  # one whole set
             return
         with self._watched():
-            base, level = self._meter.held_bytes(), tree_bytes(os.getpid())
+            base, level = self._level()
             began = self._open("evaluate")
             longest = self._longest_rows()
             yield from self._evaluation(longest)
@@ -144,7 +144,7 @@ class EvaluationPhases(TrainerCallback):
         self._accumulated.forget()
         self._first_prediction_peak = None
         with self._watched():
-            base, level = self._meter.held_bytes(), tree_bytes(os.getpid())
+            base, level = self._level()
             began = self._open("predict")
             self._trainer.predict(self._longest_rows())
             record = self._close("predict", began)
@@ -184,6 +184,11 @@ class EvaluationPhases(TrainerCallback):
             yield
         finally:
             del model.generate
+
+    def _level(self) -> tuple[int, int]:
+        """What is in use on the device, and resident of the process tree, before an evaluation."""
+        self._meter.settle()
+        return self._meter.held_bytes(), tree_bytes(os.getpid())
 
     def _longest_rows(self) -> Any:
         batch = self._trainer.args.eval_batch_size

@@ -18,11 +18,11 @@ from typing import Any
 
 from autofit.harness.heap import heap_bytes
 from autofit.harness.leak_holders import KeptTensors
+from autofit.leak_words import MUCH_BYTES
 from autofit.machine import private_bytes, process_tree, tree_bytes
 from autofit.records import LeakCheck
 
-MiB = 2**20
-LIMIT_BYTES, LIMIT_SHARE = 64 * MiB, 0.02  # what a whole training keeps below both is let be
+MUCH_SHARE = 0.02  # of what the process tree holds; a training that keeps less in all is let be
 STEP_FLOOR, EVALUATION_FLOOR = 16 * 2**10, 64 * 2**10  # bytes; several times what equal ones differ by
 STEADY = 0.5  # of the median growth, that each repetition of a leak grows by at least
 MORE_STEPS = 4  # that confirm
@@ -178,7 +178,7 @@ class LeakWatch:
 
     def _matters(self, grown: float) -> bool:
         """Whether a training that keeps so many bytes in all is told of."""
-        return grown > max(LIMIT_BYTES, LIMIT_SHARE * tree_bytes(os.getpid()))
+        return grown > max(MUCH_BYTES, MUCH_SHARE * tree_bytes(os.getpid()))
 
     def _note(self, **found: Any) -> None:
         before = self.check or LeakCheck(steps=self._planned_steps, evaluations=self._planned_evaluations)

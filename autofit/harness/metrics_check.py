@@ -107,7 +107,7 @@ def check_same_metrics(
         free_memory()
 
 
-REDUCED = ("on full logits", "on reduced ones")
+REDUCED = ("on full logits", "on reduced ones", "on reduced logits")  # as sentences say before, after, and after alone
 
 
 class _Before:
@@ -139,11 +139,11 @@ class _Before:
         self,
         reduction: Callable[[Any, Any], Any] | None,
         arguments: Mapping[str, Any] = MappingProxyType({}),
-        words: tuple[str, str] = REDUCED,
+        words: tuple[str, str, str] = REDUCED,
     ) -> None:
         """Raises CannotReduceError, or _Changed where metrics are others, with the reason in the user's words."""
         shown = not self.names  # where there are no metrics, none is lost
-        before, after = words
+        before, after, alone = words
         for change, known in zip(self._changes, self._known, strict=True):
             if not known and self.names:
                 continue
@@ -152,7 +152,7 @@ class _Before:
             except CannotReduceError:
                 raise
             except (Exception, SystemExit) as error:  # of the metrics function, on what it does not know
-                raise _Changed(f"compute_metrics raises {_in_a_line(error)} {after}") from error
+                raise _Changed(f"{alone} compute_metrics raises {_in_a_line(error)}") from error
             for name, value in known.items():
                 if name not in found:
                     raise _Changed(f"{_plain(name)} is {_number(value)} {before} and missing {after}")
@@ -166,7 +166,10 @@ class _Before:
 def _check_reductions(
     recorded: RecordedEvaluation, before: _Before, eval_rows: int | None
 ) -> tuple[tuple[str, ...], list[str]]:
-    """(reductions as in `MetricsCheck`, notes). Those that keep more than one that was accepted are not spoken of."""
+    """(reductions as in `MetricsCheck`, notes).
+
+    Not spoken of are those that keep more than one that was accepted, or that could be with a word less in the script.
+    """
     full = recorded.bytes_per_row()
     kept: dict[str, float] = {}
     refused: dict[str, tuple[float, str]] = {}
@@ -187,6 +190,14 @@ def _check_reductions(
         return reductions, notes
     if not kept and not refused and structure:
         notes.append(f"logits reductions are not offered: {structure}")
+    for name in ("argmax", "dense_argmax"):
+        if name in refused and _takes_highest(recorded, before, name):
+            size, why = refused[name]
+            return reductions, [
+                *notes,
+                f"logits reduction {name} is not offered: {why}",
+                _tell_option(name, full, size, eval_rows),
+            ]
     reasons: dict[str, list[str]] = {}
     for name, (size, why) in refused.items():
         if size < min(kept.values(), default=math.inf):
@@ -194,9 +205,6 @@ def _check_reductions(
     for why, names in reasons.items():
         what = f"reduction {names[0]} is" if len(names) == 1 else f"reductions {', '.join(names)} are"
         notes.append(f"logits {what} not offered: {why}")
-    for name in ("argmax", "dense_argmax"):
-        if name in refused and _takes_highest(recorded, before, name):
-            notes.append(_tell_option(name, full, refused[name][0], eval_rows))
     return reductions, notes
 
 
@@ -209,7 +217,7 @@ def _check_forms(
         kept = [value]
         for other in _lesser(name, value):
             field = metrics_field(name, other)
-            words = ("as it is", f"with {name}={field!r}")
+            words = ("as it is", f"with {name}={field!r}", "with it")
             try:
                 if name == "batch_eval_metrics" and not _takes_batches(trainer.compute_metrics):
                     raise _Changed("compute_metrics takes no compute_result, by which it is told of the last batch")

@@ -25,11 +25,13 @@ from autofit.harness.shadow.trace import Replay, Trace, breakdown, by_module, re
 from autofit.harness.trainer_hooks import TRACE_FILE
 from autofit.launch import Launcher
 from autofit.launch.watch import SERVER_DIED
+from autofit.leak_words import MOST_NAMED, MUCH_BYTES, leak_sentences
 from autofit.records import (
     Candidate,
     Description,
     EvaluationGrowth,
     Failure,
+    LeakCheck,
     Machine,
     Outcome,
     PhaseRecord,
@@ -41,13 +43,14 @@ from autofit.records import (
     Task,
     digest,
 )
-from autofit.trainer_args import arguments_of
+from autofit.trainer_args import arguments_of, planned
 
 SEMANTICS = 2  # version of what a shadow run models; traces of another one are not read
 BATCHES = (2, 3)  # traced; from 2 on the operators are the same at every batch
 TIME_LIMIT_SECONDS = 600.0
 TRACED_EVAL_STEPS = 4  # of evaluation in a trace (`data_sets.EVAL_STEPS`)
 TOP_MODULES = 10
+LEAST_SHARE = 0.01  # of what a step keeps, that is named
 CUDNN_FIRST = (9, 10)  # majors of capability on which torch prefers cuDNN's attention; see `semantics.attention`
 WIDE_HEAD = 192  # elements of an attention head, beyond which consumer cards have no flash attention in backward
 WORKSPACE = "workspace"  # category of the trace
@@ -355,6 +358,7 @@ class ShadowRuns:
             for name, peak in replayed.peaks.items()
         )
         event = _highest_event(trace, replayed)
+        leaks = self._leaks(candidate, trace)
         return Prediction(
             candidate=candidate,
             device=self.target.device.name,
@@ -364,7 +368,8 @@ class ShadowRuns:
             step_seconds=self.step_seconds(candidate, trace),
             categories=breakdown(trace, event),
             modules=tuple(by_module(trace, event, TOP_MODULES).items()),
-            notes=tuple(trace.facts.get("notes", ())),
+            leaks=leaks,
+            notes=(*trace.facts.get("notes", ()), *leak_sentences(leaks)),
         )
 
     def _growth(self, candidate: Candidate, trace: Trace, replayed: Replay) -> EvaluationGrowth | None:
@@ -388,6 +393,29 @@ class ShadowRuns:
             batch=batch,
             accumulation_steps=None if steps is None else int(steps),
             concatenates=bool(facts["concatenates"]),
+        )
+
+    def _leaks(self, candidate: Candidate, trace: Trace) -> LeakCheck | None:
+        """What each step keeps, where it comes to much over the user's training, by the modules and lines that made it."""
+        accumulation = self._sizes(candidate)[2]
+        times = accumulation / min(accumulation, TRACED_ACCUMULATION)
+        made: dict[str, int] = {}
+        for block, line in trace.facts.get("kept", {}).items():
+            module = trace.module_names[trace.modules[int(block)]]
+            where = " at ".join(part for part in (module, line) if part)
+            made[where] = made.get(where, 0) + int(trace.sizes[int(block)])
+        steps, evaluations = planned(self._description.resolved, self._description.train_rows)
+        each = sum(made.values()) * times
+        if each * (steps or 1) <= MUCH_BYTES:
+            return None
+        least = LEAST_SHARE * sum(made.values())
+        largest = sorted((w for w in made if w and made[w] >= least), key=lambda w: -made[w])[:MOST_NAMED]
+        return LeakCheck(
+            device_bytes_per_step=each,
+            host_bytes_per_step=each if self.target.device.kind == "cpu" else 0.0,
+            steps=steps,
+            evaluations=evaluations,
+            holders=tuple(f"what {where} made" for where in largest),
         )
 
     def step_seconds(self, candidate: Candidate, trace: Trace) -> float:

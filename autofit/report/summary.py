@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from autofit.knobs import KNOBS, needs_code
-from autofit.records import Budget, Candidate, Choice, Measurement, Outcome, Selection
+from autofit.records import LEAK, Budget, Candidate, Choice, Measurement, Outcome, Selection
 from autofit.report.labels import UNKNOWN, in_unit, knob_texts, plain
 from autofit.selection import changes, failure_reason, window_rates
 from autofit.units import format_bytes
@@ -289,7 +289,7 @@ def _order(row: Row) -> tuple:
 
 def _failure_row(m: Measurement, budget: Budget, folder: str) -> FailureRow:
     message = in_unit(m.failure.message, budget.unit) if m.failure else ""
-    if m.outcome is Outcome.OVER_BUDGET:
+    if m.outcome is Outcome.OVER_BUDGET and (m.failure is None or m.failure.kind != LEAK):
         sign = "~" if is_projected(m) and m.peak_bytes == m.eval_bytes else ""
         held, allowed = format_bytes(m.peak_bytes, budget.unit), format_bytes(budget.device_bytes, budget.unit)
         message = f"peak {sign}{held} of {allowed}"

@@ -3,8 +3,10 @@
 import dataclasses
 
 from autofit.launch import Ended
+from autofit.leak_words import leak_sentences
 from autofit.records import (
     EVALUATION_PHASES,
+    LEAK,
     Budget,
     Candidate,
     Failure,
@@ -46,7 +48,8 @@ def measurement_of(
         delay_seconds=reply.delay_seconds,
         device=machine.key,
         start=ended.how,
-        notes=reply.notes,
+        leaks=reply.leaks,
+        notes=(*leak_sentences(reply.leaks), *reply.notes),
     )
     if measurement.outcome not in SPEED_KNOWN:
         return measurement
@@ -108,7 +111,7 @@ def _verdict(measurement: Measurement, budget: Budget) -> tuple[Outcome, Failure
         return Outcome.HOST_OOM, Failure(highest[1], None, "host_budget", text)
     growth = measurement.growth
     if growth is None:
-        return None
+        return _leak_verdict(measurement, budget)
     what = "predict()" if growth.phase == "predict" else "evaluation"
     if growth.projected_process_bytes > budget.device_bytes:
         text = f"projected to {growth.rows_total} rows, {what} takes {growth.projected_process_bytes} bytes"
@@ -117,4 +120,34 @@ def _verdict(measurement: Measurement, budget: Budget) -> tuple[Outcome, Failure
     if growth.projected_host_bytes + (level or 0) > budget.host_bytes:
         text = f"projected to {growth.rows_total} rows, {what} takes {growth.projected_host_bytes} more bytes of host memory"
         return Outcome.HOST_OOM, Failure(growth.phase, None, "host_growth", text)
+    return _leak_verdict(measurement, budget)
+
+
+def _leak_verdict(measurement: Measurement, budget: Budget) -> tuple[Outcome, Failure] | None:
+    """Whether what is kept over the user's whole training, on top of what the probe took, is more than there is."""
+    leaks = measurement.leaks
+    if leaks is None:
+        return None
+    steps = leaks.steps or 0
+    for outcome, held, kept, by_steps, allowed in (
+        (
+            Outcome.OVER_BUDGET,
+            measurement.peak_bytes,
+            leaks.device_bytes,
+            leaks.device_bytes_per_step * steps,
+            budget.device_bytes,
+        ),
+        (
+            Outcome.HOST_OOM,
+            measurement.host_bytes,
+            leaks.host_bytes,
+            leaks.host_bytes_per_step * steps,
+            budget.host_bytes,
+        ),
+    ):
+        if kept and (held or 0) + kept > allowed:
+            phase = "train" if (held or 0) + by_steps > allowed else "evaluate"
+            where = " of host memory" if outcome is Outcome.HOST_OOM else ""
+            text = f"what it keeps comes to {(held or 0) + kept} bytes{where} by the end of the training"
+            return outcome, Failure(phase, None, LEAK, text)
     return None

@@ -98,6 +98,9 @@ class ShadowMeter:
     def peaks(self) -> Peaks:
         return Peaks(self.ledger.peak_bytes, None, self.ledger.peak_bytes, None)
 
+    def settle(self) -> None:
+        """Nothing: storages are counted one by one."""
+
     def held_bytes(self) -> int:
         return self.ledger.live_bytes
 

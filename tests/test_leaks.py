@@ -4,6 +4,9 @@ Children are real and forked from one warm server; the scripts leak on purpose.
 """
 
 import dataclasses
+import os
+import subprocess
+import sys
 import textwrap
 import threading
 
@@ -420,3 +423,23 @@ Trainer(make_model(), make_args(), train_dataset=Rows(), eval_dataset=Rows(50)).
 
 def test_a_shadow_run_of_an_ordinary_training_finds_nothing(launcher, script, tmp_path):
     assert predict(launcher, script, tmp_path, ORDINARY).leaks is None
+
+
+# ---- a whole search ----
+
+
+@pytest.mark.long
+def test_a_search_says_a_leak_once_and_what_it_does_not_fit(tmp_path, script):
+    source = PRELUDE + textwrap.dedent(LIST)
+    task = script(source.replace('make_args(eval_strategy="no")', 'make_args(eval_strategy="no", max_steps=1_000_000)'))
+    command = [sys.executable, "-m", "autofit", "search", "--device", "cpu", "--budget", "1GB", "--max-probes", "8"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(
+        [*command, "--out", str(tmp_path / "run"), "--", "python", *task.script.command],
+        cwd=task.script.directory, env=environment, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    told = ended.stdout + ended.stderr
+    assert ended.returncode != 0
+    assert told.count("a leak is suspected") == 2  # when it was seen, and as the first of what would help
+    assert "Keeper.kept" in told
+    assert "nothing fits" in told

@@ -24,6 +24,10 @@ from autofit.machine import run_delay_seconds, tree_bytes
 from autofit.records import EvaluationGrowth, PhaseRecord, Schedule, Speed
 
 EVALUATE = "evaluate"
+CACHES = (
+    "past_key_values",
+    "cache",
+)  # what Trainer ignores where a configuration says nothing, in one version or another
 REPEATED_SECONDS = 5.0  # that an evaluation may take which is made again, to see what it keeps
 
 
@@ -99,9 +103,8 @@ class EvaluationPhases(TrainerCallback):
         if not isinstance(output, Mapping):
             self._output_keys = None
             return
-        ignored = getattr(
-            getattr(self._trainer.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"]
-        )
+        config = getattr(self._trainer.model, "config", None)
+        ignored = getattr(config, "keys_to_ignore_at_inference", CACHES)
         self._output_keys = [key for key in output if key != "loss" and key not in ignored]
 
     def _names(self, predictions: Any) -> list[str]:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from autofit.failure import parse_oom_message
 from autofit.knobs import OTHER_OPTIMIZERS
+from autofit.leak_words import leak_sentences
 from autofit.prediction import Predictor
-from autofit.records import Budget, Candidate, Description, Measurement, ModelTask, Outcome, Task
+from autofit.records import LEAK, Budget, Candidate, Description, Measurement, ModelTask, Outcome, Task
+from autofit.report.labels import in_unit
 from autofit.selection import fits_training
 from autofit.units import format_bytes
 
@@ -44,6 +46,7 @@ def nothing_fits(history: Sequence[Measurement], budget: Budget, description: De
 def remedies(history: Sequence[Measurement], budget: Budget, description: Description, task: Task) -> list[str]:
     """Ways out by estimated saving; where only evaluation fails, those of evaluation first and a larger budget last."""
     found = _evaluation_remedies(history, budget, description, task)
+    found += _leak_remedies(history, budget)
     tried = [m.candidate for m in history]
     if tried:
         smallest = min(tried, key=_predictor(history, description).train_bytes)
@@ -195,6 +198,18 @@ def _evaluation_remedies(
     if host:
         found.append(Remedy(f"more host memory: add --host-budget {option_size(min(host), budget.unit)}", None, True))
     return found
+
+
+def _leak_remedies(history: Sequence[Measurement], budget: Budget) -> list[Remedy]:
+    """What does not fit because it is kept has to be let go of; the sentence of the probe that kept least."""
+    leaking = [m for m in history if m.failure is not None and m.failure.kind == LEAK]
+    if not leaking:
+        return []
+    least = min(leaking, key=lambda m: m.leaks.device_bytes + m.leaks.host_bytes)
+    saved = max(least.leaks.device_bytes, least.leaks.host_bytes)
+    of_evaluation = _fails_in_evaluation(least)
+    sentence = leak_sentences(least.leaks)[-1 if of_evaluation else 0]
+    return [Remedy(in_unit(sentence, budget.unit), saved, of_evaluation)]
 
 
 def _fewer_rows(model: ModelTask, gathered: int | None) -> list[Remedy]:

@@ -15,6 +15,7 @@ from autofit.errors import RunDirectoryError, WorkloadError
 from autofit.harness.server import FIRST_IMPORTS, SHADOW_IMPORTS
 from autofit.knobs import KNOBS, Space, needs_code, switches_of
 from autofit.launch import Launcher
+from autofit.leak_words import leak_sentences
 from autofit.prediction import Predictor, ShadowRuns, make_target
 from autofit.prediction.predictor import SHADOW_SECONDS
 from autofit.records import (
@@ -101,7 +102,7 @@ class Search:
         self._snapshot = SnapshotWatch(launcher, listener.said)
         self._mirror = Mirror(directory.path / "study.db", space, self.history(), budget, listener.said)
         self._repeats = 0
-        self._said_limit = False
+        self._said_limit = self._said_leaks = False
         for m in self.history():
             self._predictor.learn(m)
         largest = max((int(b) for b in space.values.get("per_device_eval_batch_size", (0,))), default=0)
@@ -411,7 +412,9 @@ class Search:
             expected=arguments,
         )
         self._snapshot.tell(request, how, ended.how)
-        measurement = measurement_of(ended, request, candidate, purpose, self._budget, self._machine)
+        measurement = measurement_of(
+            ended, request, candidate, purpose, self._budget, self._machine, self._predictor.prediction(candidate)
+        )
         self._keep_prediction(candidate)
         if measurement.failure is not None and any(sign in measurement.failure.message for sign in DISK_FULL):
             raise RunDirectoryError(
@@ -424,7 +427,16 @@ class Search:
             self._predictor.learn(measurement)
             self._keep_provisional(measurement)
         self._listener.probe_ended(measurement, self._best_so_far())
+        self._say_leaks(measurement)
         return measurement
+
+    def _say_leaks(self, measurement: Measurement) -> None:
+        """What a probe was seen to keep, once in a search. The baseline's notes, where it is too, are shown by themselves."""
+        sentences = leak_sentences(measurement.leaks)
+        if not self._said_leaks and measurement.purpose != "baseline":
+            for sentence in sentences:
+                self.say(sentence)
+        self._said_leaks |= bool(sentences)
 
     def _keep_prediction(self, candidate: Candidate) -> None:
         """What was predicted of a candidate goes to the journal beside what is measured of it."""

@@ -10,9 +10,11 @@ from autofit.records import (
     Budget,
     Candidate,
     Failure,
+    LeakCheck,
     Machine,
     Measurement,
     Outcome,
+    Prediction,
     Request,
 )
 
@@ -25,10 +27,20 @@ LEAST_STEPS = 3  # applied optimizer steps, without which a probe is no fit: opt
 
 
 def measurement_of(
-    ended: Ended, request: Request, candidate: Candidate, purpose: str, budget: Budget, machine: Machine
+    ended: Ended,
+    request: Request,
+    candidate: Candidate,
+    purpose: str,
+    budget: Budget,
+    machine: Machine,
+    prediction: Prediction | None = None,
 ) -> Measurement:
-    """The journal's record of an ended probe, judged against the budget and for contamination."""
+    """The journal's record of an ended probe, judged against the budget and for contamination.
+
+    `prediction`: of the same candidate; it knows where what is kept was made.
+    """
     reply = ended.reply
+    leaks = _with_makers(reply.leaks, None if prediction is None else prediction.leaks)
     measurement = Measurement(
         probe=request.probe,
         purpose=purpose,
@@ -48,8 +60,8 @@ def measurement_of(
         delay_seconds=reply.delay_seconds,
         device=machine.key,
         start=ended.how,
-        leaks=reply.leaks,
-        notes=(*leak_sentences(reply.leaks), *reply.notes),
+        leaks=leaks,
+        notes=(*leak_sentences(leaks), *reply.notes),
     )
     if measurement.outcome not in SPEED_KNOWN:
         return measurement
@@ -121,6 +133,13 @@ def _verdict(measurement: Measurement, budget: Budget) -> tuple[Outcome, Failure
         text = f"projected to {growth.rows_total} rows, {what} takes {growth.projected_host_bytes} more bytes of host memory"
         return Outcome.HOST_OOM, Failure(growth.phase, None, "host_growth", text)
     return _leak_verdict(measurement, budget)
+
+
+def _with_makers(measured: LeakCheck | None, predicted: LeakCheck | None) -> LeakCheck | None:
+    """What a probe found in its steps, with the modules and lines that a shadow run names."""
+    if measured is None or predicted is None or not measured.per_step_bytes:
+        return measured
+    return dataclasses.replace(measured, holders=(*measured.holders, *predicted.holders))
 
 
 def _leak_verdict(measurement: Measurement, budget: Budget) -> tuple[Outcome, Failure] | None:

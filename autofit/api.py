@@ -275,7 +275,7 @@ class _Prepared:
             baseline_outcome=baseline.outcome if baseline else None,
             front=front(history),
             reasons=self._reasons(history, best, with_code),
-            notes=() if undisturbed(best) and undisturbed(with_code) else (DISTURBED,),
+            notes=(*decision.notes(), *(() if undisturbed(best) and undisturbed(with_code) else (DISTURBED,))),
         )
         self._directory.write_selection(selection)
         return Result(

@@ -7,7 +7,7 @@ A `Space` is what is left of them for one workload on one machine. Not here: in 
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autofit.errors import UsageError
 from autofit.records import METRICS_FIELDS, Candidate, Description, Effect, KnobValue, Machine
@@ -53,6 +53,7 @@ class Space:
     values: dict[str, tuple[KnobValue, ...]]
     baseline: Candidate
     effective_batch: int
+    integers: dict[str, int] = field(default_factory=dict)  # knob that may be any integer up to this, beside its values
 
     @property
     def start(self) -> Candidate:
@@ -69,7 +70,11 @@ class Space:
 
     def holds(self, candidate: Candidate, phase: str) -> bool:
         """Whether every knob of `phase` has a value of this space; the baseline itself may lie outside."""
-        return all(_among(candidate[n], v) for n, v in self.values.items() if KNOBS[n].phase == phase)
+        return all(self._holds(n, candidate[n]) for n in self.values if KNOBS[n].phase == phase)
+
+    def _holds(self, name: str, value: KnobValue) -> bool:
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        return _among(value, self.values[name]) or (is_number and 1 <= value <= self.integers.get(name, 0))
 
     def with_batch(self, candidate: Candidate, batch: int) -> Candidate:
         """`candidate` at another per-device batch, the effective batch held."""
@@ -111,7 +116,7 @@ class Space:
 
     @property
     def size(self) -> int:
-        """How many candidates the whole space holds."""
+        """How many candidates the whole space holds; a number that follows from what is free counts with its ends."""
         total = 1
         for name, options in self.values.items():
             if name not in _DERIVED:
@@ -176,7 +181,7 @@ def make_space(
     if description.eval_rows:
         values |= {
             "per_device_eval_batch_size": _eval_batches(effective, description.eval_rows),
-            "eval_accumulation_steps": (None, 1, 2, 4, 8, 16, 32) if description.has_metrics else (),
+            "eval_accumulation_steps": (None, 1) if description.has_metrics else (),
             "logits": description.reductions if "logits" in baseline.values else (),
         }
         values |= {n: v for n, v in description.metrics_forms.items() if n in baseline.values}
@@ -196,7 +201,11 @@ def make_space(
     chosen["gradient_accumulation_steps"] = tuple(effective // b for b in batches)
     if "loss" in baseline.values:
         chosen["loss"] = ("own", "scaled") if len(batches) > 1 else ("own",)
-    return Space(chosen, baseline, effective)
+    open_ended = len(values.get("eval_accumulation_steps", ())) > 1 and "eval_accumulation_steps" not in narrowed
+    # After so many steps the evaluation has ended, whatever the batch.
+    return Space(
+        chosen, baseline, effective, {"eval_accumulation_steps": int(description.eval_rows)} if open_ended else {}
+    )
 
 
 def needs_code(candidate: Candidate, baseline: Candidate) -> bool:

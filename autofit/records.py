@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from autofit.extrapolation import EvaluationGrowth, LeakCheck, Speed
+
 KnobValue = bool | int | str | None
 
 # Fields of TrainingArguments that change what a metrics function receives, in the order in which they are tried.
@@ -301,84 +303,7 @@ class PhaseRecord:
     retries: int | None = None  # allocations that succeeded only after the allocator gave cached memory back
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Timed windows over the same rows, in the order in which they ran."""
-
-    rows: int  # rows per window
-    seconds: tuple[float, ...]  # wall time of each window
-    delay_share: float | None = None  # share of wall time that the process's threads waited for a processor
-
-    @property
-    def per_second(self) -> float:
-        """Rows per second: the median window."""
-        return self.rows / statistics.median(self.seconds)
-
-
-@dataclass(frozen=True)
-class EvaluationGrowth:
-    """How evaluation grows with its rows, measured over a few steps and projected to the whole set."""
-
-    rows_measured: int
-    rows_total: int
-    device_bytes_per_row: float  # accumulated on the device per row, padded to the longest
-    host_bytes_per_row: float  # accumulated on the host per row
-    projected_process_bytes: int  # device peak of the whole evaluation; a projection
-    projected_host_bytes: int  # growth of host memory over the whole evaluation; a projection
-    outputs: dict[str, float] = field(default_factory=dict)  # what accumulates, by the model's names -> bytes per row
-    metrics_bytes_per_row: float = 0.0  # that the metrics function takes beside its arguments
-    host_level_bytes: int | None = None  # of the process tree when evaluation began
-    phase: str = "evaluate"  # or predict: what was projected
-
-    @property
-    def prediction_bytes_per_row(self) -> float:
-        """Of what the model puts out: neither losses nor labels nor inputs."""
-        return sum(size for name, size in self.outputs.items() if name not in ("losses", "labels", "inputs"))
-
-
 LEAK = "leak_suspected"  # kind of the failure where what is kept over the whole training does not fit
-
-
-@dataclass(frozen=True)
-class LeakCheck:
-    """What a training keeps and never gives back, by what it keeps it, and how often the user's own training does that.
-
-    Zero where nothing was seen that matters. On the CPU the device's bytes are host memory and count as such too.
-    """
-
-    device_bytes_per_step: float = 0.0  # optimizer step
-    host_bytes_per_step: float = 0.0
-    device_bytes_per_evaluation: float = 0.0  # of the whole set; of memory that processes keep at least this
-    host_bytes_per_evaluation: float = 0.0  # of the process tree
-    processes_per_evaluation: int = 0
-    files_per_evaluation: int = 0  # descriptors
-    steps: int | None = None  # of the user's own training; None: not known
-    evaluations: int | None = None
-    holders: tuple[str, ...] = ()  # objects of the workload that hold it, or modules and lines that made it
-
-    @property
-    def found(self) -> bool:
-        return max(self.per_step_bytes, self.per_evaluation_bytes, self.processes_per_evaluation) > 0
-
-    @property
-    def per_step_bytes(self) -> float:
-        return max(self.device_bytes_per_step, self.host_bytes_per_step)
-
-    @property
-    def per_evaluation_bytes(self) -> float:
-        return max(self.device_bytes_per_evaluation, self.host_bytes_per_evaluation)
-
-    @property
-    def device_bytes(self) -> int:
-        """By which the device's memory grows over the whole training; an extrapolation."""
-        return self._planned(self.device_bytes_per_step, self.device_bytes_per_evaluation)
-
-    @property
-    def host_bytes(self) -> int:
-        return self._planned(self.host_bytes_per_step, self.host_bytes_per_evaluation)
-
-    def _planned(self, per_step: float, per_evaluation: float) -> int:
-        return int(per_step * (self.steps or 0) + per_evaluation * (self.evaluations or 0))
 
 
 @dataclass(frozen=True)
@@ -470,6 +395,26 @@ class Measurement(_Peaks):
     start: str = "fork"  # snapshot, fork or fresh: how the child was started
     leaks: LeakCheck | None = None  # None: not looked for
     notes: tuple[str, ...] = ()
+
+    @property
+    def eval_seconds(self) -> tuple[float, ...]:
+        """Of one evaluation of the whole set, for each timed window: a projection. Empty where none was timed."""
+        if self.eval_speed is None:
+            return ()
+        return self.eval_speed.seconds if self.growth is None else self.growth.seconds(self.eval_speed)
+
+    @property
+    def eval_rates(self) -> tuple[float, ...]:
+        """Rows per second of the same: what was timed, less what copying costs over all rows."""
+        if self.eval_speed is None:
+            return ()
+        rows = self.eval_speed.rows if self.growth is None else self.growth.rows_total
+        return tuple(rows / seconds for seconds in self.eval_seconds)
+
+    @property
+    def eval_per_second(self) -> float | None:
+        """The median of `eval_rates`."""
+        return statistics.median(self.eval_rates) if self.eval_rates else None
 
     @property
     def ran(self) -> bool:

@@ -1,8 +1,9 @@
 """Made-up machines for tests of the search: true memory and speed of every candidate, unknown to the planner."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from autofit.harness.evaluation import copy_seconds, project
 from autofit.knobs import Space, make_space
 from autofit.prediction import Predictor
 from autofit.records import (
@@ -71,6 +72,8 @@ class Landscape:
     baseline: dict = field(default_factory=lambda: dict(BASELINE))
     description: Description = field(default_factory=make_description)
     allow: frozenset = frozenset({"code"})
+    eval_speed: float = 1.0  # times the usual
+    copy_rates: tuple[float, float] | None = None  # bytes per second on the device and on the host; None: at no cost
 
     def __post_init__(self) -> None:
         self.space: Space = make_space(self.description, MACHINE, Candidate(self.baseline), {}, self.allow)
@@ -88,6 +91,24 @@ class Landscape:
     def train_rate(self, candidate: Candidate) -> float:
         shape = [candidate[k] for k in ("activation_checkpointing", "precision", "attention", "optim")]
         return 100 / (self._truth.seconds_per_row(candidate) * self._factor("rate", *shape))
+
+    def eval_rate(self, candidate: Candidate) -> float:
+        """Rows per second of evaluation, copies left out."""
+        batch = candidate["per_device_eval_batch_size"]
+        return self.eval_speed * 500 * batch / (batch + 16)
+
+    def _growth(self, candidate: Candidate, base: int, rows: int, per_row: float) -> EvaluationGrowth:
+        batch, steps = candidate["per_device_eval_batch_size"], candidate["eval_accumulation_steps"]
+        outputs = {"predictions": per_row}
+        growth = project(
+            on_host=False, base_bytes=base, first_step_peak=base, measured_peak=0, outputs=outputs, host_outputs=outputs,
+            rows_measured=64, rows_total=rows, batch=batch, accumulation_steps=steps, concatenates=True,
+        )  # fmt: skip
+        if self.copy_rates is None:
+            return growth
+        growth = replace(growth, device_copy_rate=self.copy_rates[0], host_copy_rate=self.copy_rates[1])
+        whole, timed = (copy_seconds(growth, n, batch, steps, True) for n in (rows, 256))
+        return replace(growth, copy_seconds=whole, timed_copy_seconds=timed)
 
     def best_rate(self, in_code: bool = False) -> float:
         """The highest training rate of all candidates that fit."""
@@ -109,17 +130,10 @@ class Landscape:
             rows = self.description.eval_rows
             kept_whole = candidate.get("logits") == "full" and not candidate.get("batch_eval_metrics")
             per_row = self.eval_bytes_per_row if kept_whole else 8.0
-            kept = per_row * (
-                rows
-                if candidate["eval_accumulation_steps"] is None
-                else candidate["eval_accumulation_steps"] * candidate["per_device_eval_batch_size"]
-            )
-            projected = int(0.5 * peak + 2 * kept)
             phases.append(PhaseRecord("evaluate", 1.0, None, int(0.5 * peak), int(0.5 * peak)))
-            growth = EvaluationGrowth(64, rows, per_row, per_row, projected, 0, {"predictions": per_row})
-            batch = candidate["per_device_eval_batch_size"]
-            eval_speed = Speed(256, (256 / (500 * batch / (batch + 16)),))
-            outcome = Outcome.OVER_BUDGET if projected > self.budget_bytes else Outcome.FITS
+            growth = self._growth(candidate, int(0.5 * peak), rows, per_row)
+            eval_speed = Speed(256, (256 / self.eval_rate(candidate) + growth.timed_copy_seconds,))
+            outcome = Outcome.OVER_BUDGET if growth.projected_process_bytes > self.budget_bytes else Outcome.FITS
         speed = None if purpose == "evaluate" else Speed(128, (128 / self.train_rate(candidate),) * 2)
         return Measurement(
             outcome=outcome, phases=tuple(phases), train_speed=speed, eval_speed=eval_speed, growth=growth, **facts

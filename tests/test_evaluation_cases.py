@@ -179,6 +179,8 @@ def test_c13_evaluation_runs_on_top_of_what_training_holds(probe):
     assert names.index("train") < names.index("evaluate") < names.index("train-again")
     weights = next(p for p in reply.phases if p.name == "load").process_bytes
     base = reply.growth.projected_process_bytes - reply.growth.projected_host_bytes
+    kept = next(note for note in reply.notes if "evaluation keeps" in note)
+    assert "of its 64 rows; of each row logits 512000 bytes, labels 256 bytes, losses 4 bytes" in kept
     assert reply.steps >= 3 and base >= 3 * weights  # the weights and AdamW's two states
 
 
@@ -188,6 +190,7 @@ def test_c15_whether_metrics_were_active_is_on_record(probe, launcher, machine, 
         task = script(PRELUDE.format(words=200) + f"trainer(llama(), metrics={metrics}).train()")
         described = describe(task, machine, launcher, tmp_path / metrics, lambda text: None)
         assert described.has_metrics is expected
+        assert any("keeps losses alone" in note for note in described.notes) is not expected
     with_metrics, without = (
         probe(f"trainer(llama(), metrics={metrics}).train()").growth for metrics in ("accuracy", "None")
     )

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "autofit"
 FLOORS = [
     {"errors", "units"},
+    {"extrapolation"},
     {"records"},
     {"codec", "machine", "failure", "knobs", "trainer_args", "selection", "logits", "catalog", "leak_words"},
     {"store", "workloads", "probe_folder", "own_files", "own_command"},

@@ -146,16 +146,6 @@ def decide(tmp_path, own, *others):
     return Decision(search, tmp_path, None, None, 0.01, None).run()
 
 
-def test_metrics_that_fail_are_the_answer_and_not_that_nothing_fits(tmp_path):
-    own = measured(Outcome.CRASHED, Failure("metrics", 3, "ValueError", "my metrics"))
-    trained = measured(purpose="train")
-    with pytest.raises(WorkloadError, match=r"train, and fail in computing the metrics \(ValueError: my metrics\)"):
-        decide(tmp_path, own, trained)
-    assert decide(tmp_path, own, trained, measured(purpose="evaluate", evaluated=True)) == (None, None)
-    out_of_memory = measured(Outcome.DEVICE_OOM, Failure("evaluate", 3, "OutOfMemoryError", "no memory"))
-    assert decide(tmp_path, out_of_memory, trained) == (None, None)
-
-
 @pytest.mark.parametrize(
     ("phase", "step", "where"),
     [

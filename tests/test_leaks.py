@@ -15,7 +15,7 @@ import pytest
 from conftest import make_task
 
 from autofit.harness.heap import heap_bytes
-from autofit.harness.leaks import Level, evaluation_growth, is_steady, step_growth
+from autofit.harness.leaks import LeakWatch, Level, evaluation_growth, is_steady, step_growth
 from autofit.harness.server import FIRST_IMPORTS, SHADOW_IMPORTS
 from autofit.launch import Ended, Launcher
 from autofit.leak_words import leak_sentences
@@ -288,6 +288,33 @@ def levels(*host, **fields):
 def test_only_what_grows_each_time_is_steady(host, steady):
     series = list(enumerate(levels(*host)))
     assert is_steady(step_growth(series)) is steady
+
+
+class FakeCudaMeter:
+    """64 kB more on the device at each reading, and a context that grows as kernels load, which is no leak."""
+
+    name = "cuda"
+
+    def __init__(self, each):
+        self.each, self.context_bytes, self._live = each, 0, 0
+
+    def held_bytes(self):
+        self.context_bytes += 8 * MiB
+        self._live += self.each
+        return self._live + self.context_bytes
+
+
+@pytest.mark.parametrize(("each", "suspected"), [(65536, True), (0, False)])
+def test_on_cuda_what_torch_allocated_counts_and_the_context_does_not(each, suspected):
+    watch = LeakWatch(FakeCudaMeter(each))
+    watch.plan(10_000, None)
+    for step in range(1, 5):
+        watch.step_ended(step)
+    assert watch.suspects_steps() is suspected
+    steps = iter(range(5, 100))
+    assert list(watch.confirm_steps("step", lambda: next(steps))) == ["step"] * 4
+    assert watch.check.device_bytes_per_step == each
+    assert watch.check.host_bytes_per_step < 16_000  # of the host nothing stays
 
 
 def test_growth_of_several_steps_is_told_per_step():

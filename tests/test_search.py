@@ -539,3 +539,68 @@ def test_a_study_that_cannot_be_written_does_not_stop_the_search(tmp_path):
 
 def test_a_speed_without_windows_in_common_is_still_a_speed():
     assert Speed(10, (2.0, 4.0)).per_second == pytest.approx(10 / 3)
+
+
+# ---- an evaluation that fails by itself ----
+
+
+def broken(request, reply):
+    """Evaluation raises whatever is tried, behind a training that runs."""
+    if not request.schedule.evaluate:
+        return reply
+    return replace(
+        reply,
+        outcome=Outcome.CRASHED,
+        failure=Failure("metrics", 4, "ValueError", "my metrics"),
+        phases=tuple(p for p in reply.phases if p.name == "train"),
+        train_speed=None,
+        eval_speed=None,
+        growth=None,
+    )
+
+
+def test_c09_where_evaluation_fails_by_itself_training_is_tuned_alone_and_the_answer_says_so(tmp_path):
+    """transformers#30631: a crash in evaluation is no lack of memory, and training can be tuned without it."""
+    landscape = make_landscape()
+    launcher = MadeUpLauncher(landscape, broken)
+    search = make_search(tmp_path, landscape, launcher)
+    decision = Decision(search, tmp_path / "run", search._description, MACHINE, 0.01, search._task)
+    try:
+        best, _ = decision.run()
+        notes = decision.notes()
+    finally:
+        search.close()
+        search._directory.close()
+    assert best is not None and best.eval_per_second is None
+    assert best.gain == pytest.approx(
+        landscape.train_rate(best.candidate) / landscape.train_rate(landscape.space.baseline)
+    )
+    assert json.loads((tmp_path / "run/best/training_args.json").read_text())
+    assert "computing the metrics (ValueError: my metrics), so this holds for training alone" in notes[0]
+    tried = [r for r, _ in launcher.requests if r.schedule.evaluate]
+    assert len(tried) == 2  # the user's own settings, and the chosen ones once
+
+
+def test_an_evaluation_that_runs_out_of_memory_everywhere_is_not_taken_for_a_broken_one(tmp_path):
+    def short(request, reply):
+        return replace(
+            broken(request, reply), outcome=Outcome.DEVICE_OOM, failure=Failure("evaluate", 4, "OutOfMemoryError", "no")
+        ) if request.schedule.evaluate else reply  # fmt: skip
+
+    landscape = make_landscape()
+    search = make_search(tmp_path, landscape, MadeUpLauncher(landscape, short))
+    assert decide(search, tmp_path) == (None, None)
+    assert search.broken_evaluation() is None
+
+
+def test_an_evaluation_that_fails_with_the_users_settings_only_is_measured_on_the_others(tmp_path):
+    landscape = make_landscape()
+    own = landscape.space.baseline
+
+    def sometimes(request, reply):
+        is_own = request.arguments["per_device_train_batch_size"] == own["per_device_train_batch_size"]
+        return broken(request, reply) if is_own else reply
+
+    best, _ = decide(make_search(tmp_path, landscape, MadeUpLauncher(landscape, sometimes)), tmp_path)
+    assert best is not None and best.eval_per_second is not None
+    assert best.candidate["per_device_train_batch_size"] != own["per_device_train_batch_size"]

@@ -147,7 +147,57 @@ def project(
         metrics_bytes_per_row=metrics_bytes_per_row,
         host_level_bytes=host_level_bytes,
         phase=phase,
+        base_bytes=base_bytes,
+        step_bytes=int(step),
+        batch=batch,
     )
+
+
+def device_bytes(growth: EvaluationGrowth, batch: int, accumulation_steps: int, concatenates: bool) -> int | None:
+    """Peak on a device that is not the host, at another batch and number of steps, from what one evaluation measured.
+
+    What one step takes is taken to be linear in its rows. None where an old journal does not tell.
+    """
+    if growth.base_bytes is None or growth.step_bytes is None or not growth.batch:
+        return None
+    kept = _containers(growth.outputs, growth.outputs)
+    step = growth.step_bytes * batch / growth.batch
+    rows = min(growth.rows_total, accumulation_steps * batch)
+    return int(growth.base_bytes + _accumulating(kept, rows, batch, step, concatenates))
+
+
+def copied_rows(rows: int, batch: int, accumulation_steps: int | None, concatenates: bool) -> tuple[int, int]:
+    """Rows that an evaluation of `rows` rows copies because arrays cannot grow: (on the device, on the host).
+
+    Times the bytes of a row that is what concatenation writes. On the device every step but the first after a flush writes
+    all that has accumulated since, on the host every flush but the first all that there is: `rows` squared over twice
+    the rows of a step, or of a flush. `eval_do_concat_batches=False` keeps lists, and copies nothing.
+    """
+    if not concatenates or rows <= 0:
+        return 0, 0
+    window = min(rows, (accumulation_steps or rows) * batch)
+    flushes, rest = divmod(rows, window)
+    on_device = flushes * _sum_of_growing(window, batch) + _sum_of_growing(rest, batch)
+    return on_device, _sum_of_growing(rows, window)
+
+
+def _sum_of_growing(rows: int, step: int) -> int:
+    """2 × step + 3 × step + … up to `rows`: what is written when every step but the first makes the array anew."""
+    whole, rest = divmod(rows, step)
+    written = step * (whole * (whole + 1) // 2 - 1) if whole else 0
+    return written + (rows if rest and whole else 0)
+
+
+def copy_seconds(
+    growth: EvaluationGrowth, rows: int, batch: int, accumulation_steps: int | None, concatenates: bool
+) -> float:
+    """That evaluating `rows` rows takes for the copies of `copied_rows`, at the rates that `growth` tells; 0 without any."""
+    on_device, on_host = copied_rows(rows, batch, accumulation_steps, concatenates)
+    parts = (
+        (on_device * growth.device_bytes_per_row, growth.device_copy_rate),
+        (on_host * growth.host_bytes_per_row, growth.host_copy_rate),
+    )
+    return sum(size / rate for size, rate in parts if rate)
 
 
 def _containers(outputs: Mapping[str, float], host_outputs: Mapping[str, float]) -> dict[str, Kept]:

@@ -5,6 +5,7 @@ through by itself where the workload calls it; text is generated to its full len
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -15,6 +16,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from autofit.harness import metrics_memory, rows
+from autofit.harness.copy_speed import with_copies
 from autofit.harness.data_sets import EVAL_STEPS, has_own_eval_loader, has_own_test_loader, pick_evaluation_set
 from autofit.harness.device_meter import DeviceMeter
 from autofit.harness.evaluation import AccumulationLog, output_names, project
@@ -24,6 +26,7 @@ from autofit.machine import run_delay_seconds, tree_bytes
 from autofit.records import EvaluationGrowth, PhaseRecord, Schedule, Speed
 
 EVALUATE = "evaluate"
+WORTH_TELLING_BYTES = 16 * 2**20  # that accumulate over the whole set
 CACHES = (
     "past_key_values",
     "cache",
@@ -56,6 +59,8 @@ class EvaluationPhases(TrainerCallback):
         self._again: list[tuple[int, Any]] = []  # (rows, data set) that can be evaluated again, the longest first
         self._again_seconds = 0.0
         self._given: Any = None  # what the metrics function was called with last
+        self._metrics_seconds = 0.0  # in the metrics function so far
+        self._copied: EvaluationGrowth | None = None  # of `evaluate()`, whatever `predict()` takes
 
     def attach_evaluation(self) -> None:
         """Choose the rows, and listen to what accumulates."""
@@ -88,7 +93,9 @@ class EvaluationPhases(TrainerCallback):
 
     def _metrics(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         self._recorder.at("metrics", self.steps)
+        began = time.perf_counter()
         result = original(*args, **kwargs)
+        self._metrics_seconds += time.perf_counter() - began
         self._recorder.at(self._phase, self.steps)
         self._given = args[0] if args and not kwargs else None
         return result
@@ -135,9 +142,11 @@ class EvaluationPhases(TrainerCallback):
             )
             return
         self._may_repeat([(len(longest), longest)], record)
-        self.growth = self._project(base, level, record)
+        self.growth = self._copied = self._project(base, level, record)
         if self._schedule.predict:
             self._predict()
+        if self.growth.host_bytes_per_row * self.growth.rows_total >= WORTH_TELLING_BYTES:
+            self.notes.append(kept_sentence(self.growth))
 
     def _predict(self) -> None:
         """`predict()` on the same rows: the rows of the test set are not known before it is called."""
@@ -279,7 +288,7 @@ class EvaluationPhases(TrainerCallback):
         chosen = rows.subset(self._eval_set, plan.cycled(order, self._eval_rows_timed))
         self._phase = "evaluate"
         self._recorder.at("evaluate", self.steps, timed=True)
-        delay_before, seconds = run_delay_seconds(), []
+        delay_before, seconds, metrics_before = run_delay_seconds(), [], self._metrics_seconds
         while len(seconds) < 3 and sum(seconds) < self._schedule.timed_seconds / 2:
             self._meter.synchronize()
             began = time.perf_counter()
@@ -289,6 +298,19 @@ class EvaluationPhases(TrainerCallback):
             self.leaks.evaluation_ended(self._eval_rows_timed)
         delay = delay_share(delay_before, run_delay_seconds(), sum(seconds))
         self.eval_speed = Speed(self._eval_rows_timed, tuple(seconds), delay)
+        if self._compute_metrics is not None:
+            each = (self._metrics_seconds - metrics_before) / len(seconds)
+            self.growth = dataclasses.replace(self.growth, metrics_seconds=each)
+
+    def _measure_copies(self) -> None:
+        """What evaluation copies of all its rows, which the timed ones do not show. Takes memory by itself."""
+        if self.eval_speed is None or self._copied is None:
+            return
+        arguments = self._trainer.args
+        flush, joined = arguments.eval_accumulation_steps, arguments.eval_do_concat_batches
+        copied = with_copies(self._copied, self.eval_speed, flush, joined, arguments.device, self._meter.synchronize)
+        names = ("copy_seconds", "timed_copy_seconds", "device_copy_rate", "host_copy_rate")
+        self.growth = dataclasses.replace(self.growth, **{name: getattr(copied, name) for name in names})
 
     def _evaluation(self, dataset: Any) -> Iterator[str]:
         trainer = self._trainer
@@ -320,6 +342,15 @@ def delay_share(before: float | None, after: float | None, seconds: float) -> fl
     if before is None or after is None or not seconds or math.isnan(seconds):
         return None
     return (after - before) / seconds
+
+
+def kept_sentence(growth: EvaluationGrowth) -> str:
+    """Everything that accumulates, the most first, by its name."""
+    parts = sorted(growth.outputs.items(), key=lambda part: -part[1])
+    listed = ", ".join(f"{name} {size:.0f} bytes" for name, size in parts)
+    whole = int(growth.host_bytes_per_row * growth.rows_total)
+    what = "predict()" if growth.phase == "predict" else "evaluation"
+    return f"{what} keeps {whole} bytes of its {growth.rows_total} rows; of each row {listed}"
 
 
 def full_length(given: Mapping[str, Any], config: Any) -> dict[str, int]:

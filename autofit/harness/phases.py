@@ -235,6 +235,7 @@ class Phases(EvaluationPhases):
         the cap is no longer needed.
         """
         self._meter.release()
+        self._measure_copies()
         self._phase = "train"
         if self._sampler is not None and not self._uniform:
             self._sampler.kind = "worst"

@@ -60,6 +60,11 @@ def describe(
     if evaluation is not None and not own_eval_loader:
         eval_plan = rows.RowPlan(evaluation, reader=Reader.of(trainer))
     has_metrics = trainer.compute_metrics is not None
+    predicts = bool(getattr(trainer.args, "do_predict", False)) or _calls_predict()
+    if evaluation is not None and not has_metrics and not predicts:
+        notes.append("evaluation: without a metrics function it keeps losses alone, and only that is measured")
+    if evaluation is not None and predicts:
+        notes.append("predict: the script calls it behind its training; it is measured on rows of the evaluation set")
     own_reduction = trainer.preprocess_logits_for_metrics is not None
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return Description(
@@ -97,7 +102,7 @@ def describe(
         forkable=forkable,
         config=_sizes(model),
         notes=tuple(notes),
-        predicts=bool(getattr(trainer.args, "do_predict", False)) or _calls_predict(),
+        predicts=predicts,
     )
 
 

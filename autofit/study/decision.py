@@ -9,10 +9,11 @@ from pathlib import Path
 from autofit.emission import write_files
 from autofit.errors import RunDirectoryError, WorkloadError
 from autofit.knobs import KNOBS, needs_code
-from autofit.records import EVALUATION_PHASES, Candidate, Choice, Description, Machine, Measurement, Outcome, Task
+from autofit.records import EVALUATION_PHASES, Candidate, Choice, Description, Machine, Measurement, Task
 from autofit.selection import Scored, beats, score, usable
 from autofit.study.confirmation import choice_of
 from autofit.study.driver import Search
+from autofit.study.judgement import UNMENDABLE
 
 BEST, WITH_CODE = "best", "best-with-code"
 MOST_FALLBACKS = 3  # winners that may fail their confirmation before the search gives up
@@ -27,7 +28,12 @@ PLACES = {
     "metrics": "in computing the metrics",
     "save": "in saving a checkpoint",
 }
-UNMENDABLE = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.INVALID)
+
+
+def failure_text(m: Measurement) -> str:
+    """Where it failed, and how: `in step 2 (KeyError: a column)`."""
+    step = f"in step {m.failure.step}" if m.failure.step else f"in {m.failure.phase}"
+    return f"{PLACES.get(m.failure.phase, step)} ({m.failure.kind}: {m.failure.message})"
 
 
 class Decision:
@@ -70,7 +76,6 @@ class Decision:
             shutil.rmtree(self._folder / BEST, ignore_errors=True)
         if best is None and with_code is None:
             self._check_confirmations()
-            self._check_evaluation()
         return best, with_code
 
     def _settle(self, in_code: bool) -> Candidate | None:
@@ -82,6 +87,8 @@ class Decision:
             whole = self._search.run_evaluate(scored.candidate, in_code)
             if whole is not None:
                 return whole
+            if self._search.broken_evaluation() is not None:
+                return scored.candidate
         return None
 
     def _check_own_settings(self) -> None:
@@ -94,12 +101,19 @@ class Decision:
         )
 
     def _workload_error(self, what: str, m: Measurement, more: str = "") -> WorkloadError:
-        step = f"in step {m.failure.step}" if m.failure.step else f"in {m.failure.phase}"
-        where = PLACES.get(m.failure.phase, step)
+        where = failure_text(m)
         return WorkloadError(
-            f"{what} {where} ({m.failure.kind}: {m.failure.message}){more}; "
-            f"the whole output is in {self._folder / 'probes' / m.probe}",
-            m.failure.traceback,
+            f"{what} {where}{more}; the whole output is in {self._folder / 'probes' / m.probe}", m.failure.traceback
+        )
+
+    def notes(self) -> tuple[str, ...]:
+        """What has to be known of the answer."""
+        m = self._search.broken_evaluation()
+        if m is None:
+            return ()
+        return (
+            f"evaluation fails by itself, {failure_text(m)}, so this holds for training alone; the whole output is in "
+            f"{self._folder / 'probes' / m.probe}",
         )
 
     def _check_confirmations(self) -> None:
@@ -107,14 +121,6 @@ class Decision:
         failed = [m for m in self._search.history() if m.purpose.startswith("confirm") and m.failure is not None]
         if failed and all(m.outcome in UNMENDABLE for m in failed):
             raise self._workload_error("the search found settings that fit, but whole runs fail", failed[-1])
-
-    def _check_evaluation(self) -> None:
-        """Where the user's own evaluation fails for another reason than memory and none got through, that is the answer."""
-        m = self._search.baseline_measurement()
-        if m is None or m.outcome not in UNMENDABLE or m.failure.phase not in EVALUATION_PHASES:
-            return
-        if not any(x.eval_speed is not None for x in usable(self._search.history())):
-            raise self._workload_error("your own settings train, and fail", m)
 
     def _confirm(self, name: str, candidate: Candidate | None, in_code: bool) -> Choice | None:
         """Confirm `candidate` from draft files, then the next best ones; what is confirmed becomes folder `name`."""

@@ -19,6 +19,7 @@ from autofit.leak_words import leak_sentences
 from autofit.prediction import Predictor, ShadowRuns, make_target
 from autofit.prediction.predictor import SHADOW_SECONDS
 from autofit.records import (
+    EVALUATION_PHASES,
     Budget,
     Candidate,
     Description,
@@ -40,7 +41,7 @@ from autofit.selection import (
 )
 from autofit.store import PROVISIONAL, SHADOWS, RunDirectory
 from autofit.study.confirmation import Confirmed, Turn
-from autofit.study.judgement import SPEED_KNOWN, judge, measurement_of
+from autofit.study.judgement import SPEED_KNOWN, UNMENDABLE, judge, measurement_of
 from autofit.study.listener import Listener
 from autofit.study.mirror import Mirror
 from autofit.study.planner import EvaluatePlan, TrainPlan
@@ -236,14 +237,23 @@ class Search:
         if not self._description.eval_rows or (own is not None and own.ran and own.eval_speed is None):
             return chosen  # there is none, or one that the script makes by itself
         plan = EvaluatePlan(self.space, chosen, self._budget, self._machine.device)
-        while True:
+        while self.broken_evaluation() is None:
             step = plan.next(self.history(), in_code)
-            if step is None:
-                break
-            if self._stopped():
+            if step is None or self._stopped():
                 break
             self.measure(step.candidate, step.purpose, step.why, train=False)
         return plan.best(in_code)
+
+    def broken_evaluation(self) -> Measurement | None:
+        """The user's own settings where their evaluation fails by itself, and so does that of others; None elsewhere.
+
+        Such a workload is tuned for its training alone: what its evaluation takes nobody can measure.
+        """
+        own = self.baseline_measurement()
+        if own is None or own.outcome not in UNMENDABLE or own.failure.phase not in EVALUATION_PHASES:
+            return None
+        others = [m for m in self.history() if m.purpose == "evaluate"]
+        return own if others and all(m.outcome in UNMENDABLE for m in others) else None
 
     def race(self, in_code: bool) -> None:
         """Measure the leaders again in turn until their order is settled."""
@@ -328,6 +338,8 @@ class Search:
         return len(self.history()) + 2 * CONFIRM_RUNS <= self._limits.max_probes
 
     def _baseline_ran(self) -> bool:
+        if self.broken_evaluation() is not None:  # its training runs
+            return any(m.candidate == self.space.baseline for m in usable(self.history()))
         baseline = self.baseline_measurement()
         return baseline is not None and baseline.outcome in (Outcome.FITS, Outcome.CONTAMINATED)
 
@@ -356,8 +368,9 @@ class Search:
 
     def _probe_whole(self, candidate: Candidate, purpose: str, why: str, files: Path | None) -> None:
         """One run of a confirmation, once more where it was killed from outside."""
+        evaluate = self.broken_evaluation() is None
         for _ in range(2):
-            if self._probe(candidate, purpose, why, True, True, True, "fresh", files).outcome is not Outcome.KILLED:
+            if self._probe(candidate, purpose, why, True, evaluate, True, "fresh", files).outcome is not Outcome.KILLED:
                 return
         raise WorkloadError(f"two runs of the confirmation in a row were killed from outside; {RUN_AGAIN}")
 
@@ -474,7 +487,7 @@ class Search:
 
     def _evaluation_fits(self, best: Measurement) -> bool:
         """Whether evaluation with its knobs was seen to fit, if only beside other training settings."""
-        if not self._description.eval_rows:
+        if not self._description.eval_rows or self.broken_evaluation() is not None:
             return True
         names = [n for n in best.candidate.values if KNOBS[n].phase == "evaluate"]
         return any(

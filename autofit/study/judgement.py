@@ -19,6 +19,7 @@ from autofit.records import (
 )
 
 SPEED_KNOWN = (Outcome.FITS, Outcome.CONTAMINATED)
+UNMENDABLE = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.INVALID)  # less memory would not help
 DELAY_SHARE = 0.05  # of wall time that threads waited for a processor; above it a timed window is contaminated
 ALIKE_PEAKS = 0.05
 ALIKE_BYTES = 16 * 2**20  # what malloc keeps differs by so much over equal processes: 148 to 163 MiB in eight runs

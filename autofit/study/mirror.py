@@ -3,6 +3,8 @@
 The journal is the truth and the study its mirror: it is rebuilt when it is missing, behind, damaged or holds a trial
 that never ended. Training and evaluation are two studies, since rows per second of the two are not one objective. An
 out-of-memory is told as a value with a violated constraint, so that no sampler retries it as if it were unlucky.
+
+`eval_accumulation_steps` is an integer, of which 0 says that nothing is moved before the end (None).
 """
 
 import contextlib
@@ -13,7 +15,7 @@ from typing import Any
 
 import optuna
 import sqlalchemy.exc
-from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.trial import TrialState, create_trial
 
 from autofit.knobs import KNOBS, Space
@@ -76,7 +78,7 @@ class Mirror:
                 create_trial(
                     state=TrialState.COMPLETE,
                     value=value(m, phase),
-                    params={n: m.candidate.values[n] for n in self._distributions},
+                    params=_parameters(m.candidate, self._distributions),
                     distributions=self._distributions,
                     user_attrs=attributes(m),
                     constraints=constraints(m, self._budget),
@@ -106,7 +108,7 @@ class Mirror:
         """Begin the trial of a probe that is about to start."""
         if not self._studies or purpose not in PHASES:
             return
-        self._decided = candidate.values
+        self._decided = _parameters(candidate, self._distributions)
         try:
             self._trial = self._studies[PHASES[purpose]].ask(fixed_distributions=self._distributions)
         except STORAGE_ERRORS as error:
@@ -167,10 +169,15 @@ def attributes(measurement: Measurement) -> dict[str, Any]:
 
 
 def _distributions(space: Space, history: list[Measurement]) -> dict[str, BaseDistribution]:
-    """One categorical per knob that varies, over the space's values and those that an earlier run has measured."""
+    """One categorical per knob that varies, over the space's values and those that an earlier run has measured; integers
+    where the space takes any."""
     found: dict[str, BaseDistribution] = {}
     for name, values in space.values.items():
         if name == "gradient_accumulation_steps" or name not in KNOBS:
+            continue
+        if name in space.integers:
+            known = [space.baseline[name], *(m.candidate.get(name) for m in history)]
+            found[name] = IntDistribution(0, max(space.integers[name], *(int(v or 0) for v in known)))
             continue
         choices = list(
             dict.fromkeys(
@@ -185,3 +192,9 @@ def _distributions(space: Space, history: list[Measurement]) -> dict[str, BaseDi
             warnings.simplefilter("ignore")
             found[name] = CategoricalDistribution(choices)
     return found
+
+
+def _parameters(candidate: Candidate, distributions: dict[str, BaseDistribution]) -> dict[str, Any]:
+    """Its values as Optuna takes them."""
+    whole = {n for n, d in distributions.items() if isinstance(d, IntDistribution)}
+    return {n: int(candidate.values[n] or 0) if n in whole else candidate.values[n] for n in distributions}

@@ -16,6 +16,7 @@ from autofit.knobs import KNOBS, Space, refusal
 from autofit.prediction import Predictor, structure
 from autofit.records import EVALUATION_PHASES, METRICS_FIELDS, Budget, Candidate, Description, Measurement, Outcome
 from autofit.selection import fits_training
+from autofit.study.flushing import choose_steps, seconds_with
 
 DEVICE_MEMORY = (Outcome.DEVICE_OOM, Outcome.OVER_BUDGET)
 MEMORY = (Outcome.DEVICE_OOM, Outcome.HOST_OOM, Outcome.OVER_BUDGET)
@@ -23,6 +24,8 @@ OTHER_STRUCTURE = 1.05  # above one that ran out, by prediction: peaks of two st
 WORTH_CLIMBING = 0.97  # a structure this near to the best is followed to larger batches
 IN_CODE = ("logits", *METRICS_FIELDS)  # knobs of evaluation that need code, in the order in which they are tried
 EVAL_GAIN = 1.03  # evaluation batches grow until two doublings gain less
+FLUSH = "eval_accumulation_steps"
+FREE = "free"  # in a setting: as many steps as the fastest of those that fit, for each batch
 NEAR = 1.1  # of the budget: where nothing is estimated to fit, what is estimated within this is tried
 MOST_RESCUES = 8  # probes spent on finding anything that fits
 
@@ -282,7 +285,7 @@ class EvaluatePlan:
             and self._space.holds(m.candidate, "evaluate")
             and (in_code or all(m.candidate.get(name) == baseline.get(name) for name in IN_CODE))
         ]
-        return max(fitting, key=lambda m: m.eval_speed.per_second).candidate if fitting else None
+        return max(fitting, key=lambda m: m.eval_per_second).candidate if fitting else None
 
     def _fits(self, m: Measurement) -> bool:
         return m.eval_speed is not None and m.outcome in (Outcome.FITS, Outcome.CONTAMINATED)
@@ -291,10 +294,8 @@ class EvaluatePlan:
         """Accumulation and reduction, in the order in which they are tried: the next only where the last is short of memory."""
         own = self._chosen.but(_eval_part(self._space.start))
         yield own
-        if self._short_of_memory(own) and self._device != "cpu":
-            steps = self._flush_steps(own)
-            if steps is not None:
-                yield own.but(eval_accumulation_steps=steps)
+        if self._may_flush(own):
+            yield own.but({FLUSH: FREE})
         if in_code:
             yield from self._settings_in_code(own)
 
@@ -318,16 +319,20 @@ class EvaluatePlan:
     def _ladder(self, setting: Candidate) -> Step | None:
         """Evaluation batches of one setting: the user's own, then up by four while it pays, or down until one fits."""
         batches = sorted(self._space.values["per_device_eval_batch_size"])
-        measured = {b: self._by_key.get(setting.but(per_device_eval_batch_size=b).key) for b in batches}
+        if setting.get(FLUSH) == FREE and self._of(setting):
+            better = self._at(setting, self._batch_of_most(setting))
+            if better.key not in self._by_key and not self._host_is_short(setting):
+                return Step(better, "evaluate", "moved to the host as rarely as pays and fits")
+        measured = {b: self._by_key.get(self._at(setting, b).key) for b in batches}
         if not any(measured.values()):
             best = self.best(in_code=True)
             own = int((best or self._space.baseline)["per_device_eval_batch_size"])
             first = min(batches, key=lambda b: abs(b - own))
             return self._step(setting, first, "evaluation on the chosen training settings")
-        rates = {b: m.eval_speed.per_second for b, m in measured.items() if m is not None and self._fits(m)}
+        rates = {b: m.eval_per_second for b, m in measured.items() if m is not None and self._fits(m)}
         failed = [b for b, m in measured.items() if m is not None and not self._fits(m)]
         if not rates:
-            if self._grows_too_much(setting):
+            if self._grows_too_much(setting) or self._host_is_short(setting):
                 return None  # a smaller batch accumulates as much
             below = [b for b in batches if b < min(failed)]
             return self._step(setting, below[len(below) // 2], "a smaller evaluation batch") if below else None
@@ -341,14 +346,19 @@ class EvaluatePlan:
         return None
 
     def _step(self, setting: Candidate, batch: int, why: str) -> Step:
-        return Step(setting.but(per_device_eval_batch_size=batch), "evaluate", why)
+        return Step(self._at(setting, batch), "evaluate", why)
 
     def _of(self, setting: Candidate) -> list[Measurement]:
-        return [
-            m
-            for m in self._by_key.values()
-            if m.candidate.but(per_device_eval_batch_size=0) == setting.but(per_device_eval_batch_size=0)
-        ]
+        """What was measured of it at any batch; where it is free when to flush, at any number of steps too."""
+        alike = self._alike(setting)
+        if setting.get(FLUSH) == FREE:
+            return [m for m in alike if m.candidate[FLUSH] is not None]
+        return [m for m in alike if m.candidate.get(FLUSH) == setting.get(FLUSH)]
+
+    def _alike(self, setting: Candidate) -> list[Measurement]:
+        """What was measured of all but the batch and when to flush."""
+        changes = {"per_device_eval_batch_size": 0, **({FLUSH: 0} if FLUSH in setting.values else {})}
+        return [m for m in self._by_key.values() if m.candidate.but(changes) == setting.but(changes)]
 
     def _short_of_memory(self, setting: Candidate) -> bool:
         return any(m.outcome in MEMORY for m in self._of(setting))
@@ -374,17 +384,73 @@ class EvaluatePlan:
             for m in self._of(setting)
         )
 
-    def _flush_steps(self, setting: Candidate) -> int | None:
-        """The largest offered number of steps whose arrays, held twice, fit beside the rest of evaluation."""
-        for m in self._of(setting):
-            if m.growth is None or m.phase("evaluate") is None:
-                continue
-            free = self._budget.device_bytes - (m.phase("evaluate").process_bytes or 0)
-            batch = int(m.candidate["per_device_eval_batch_size"])
-            per_step = 2 * m.growth.device_bytes_per_row * batch
-            options = [v for v in self._space.values.get("eval_accumulation_steps", ()) if isinstance(v, int)]
-            return max((v for v in options if v * per_step <= free), default=min(options, default=None))
-        return 1 if 1 in self._space.values.get("eval_accumulation_steps", ()) else None
+    # ---- when to move what accumulates to the host ----
+
+    def _may_flush(self, own: Candidate) -> bool:
+        """Whether another number of steps could make what does not fit fit, or what fits faster."""
+        if not self._flush_options() or self._host_is_short(own):
+            return False
+        if self._device != "cpu" and any(m.outcome in DEVICE_MEMORY for m in self._of(own)):
+            return True
+        fitting = [m for m in self._of(own) if self._fits(m)]
+        if not fitting or FLUSH not in self._space.integers:
+            return False
+        fastest = max(fitting, key=lambda m: m.eval_per_second)
+        return self._pays(fastest, self._wanted(own, int(fastest.candidate["per_device_eval_batch_size"])))
+
+    def _at(self, setting: Candidate, batch: int) -> Candidate:
+        """`setting` at this batch. Where it is free when to flush: the fastest that was measured, unless another number of
+        steps promises more; after one that did not fit at most half as many."""
+        candidate = setting.but(per_device_eval_batch_size=batch)
+        if setting.get(FLUSH) != FREE:
+            return candidate
+        tried = [m for m in self._of(setting) if m.candidate["per_device_eval_batch_size"] == batch]
+        fitting = [m for m in tried if self._fits(m)]
+        wanted = self._wanted(setting, batch)
+        failed = [int(m.candidate[FLUSH]) for m in tried if not self._fits(m)]
+        if failed:
+            options = [min(wanted, min(failed) // 2)] if FLUSH in self._space.integers else self._flush_options()
+            wanted = max((n for n in options if 0 < n < min(failed)), default=min(failed))
+        if fitting:
+            fastest = max(fitting, key=lambda m: m.eval_per_second)
+            if any(m.candidate[FLUSH] == wanted for m in tried) or not self._pays(fastest, wanted):
+                return fastest.candidate
+        return candidate.but({FLUSH: wanted})
+
+    def _wanted(self, setting: Candidate, batch: int) -> int:
+        """The number of steps that is fastest and fits, by what was measured nearest to this batch; 1 where nothing was."""
+        told = [m for m in self._alike(setting) if m.growth is not None]
+        nearest = min(told, key=lambda m: abs(int(m.candidate["per_device_eval_batch_size"]) - batch), default=None)
+        options = self._flush_options()
+        if nearest is None:
+            return min(options)
+        limit = None if self._device == "cpu" else self._budget.device_bytes
+        return choose_steps(nearest, batch, limit, () if FLUSH in self._space.integers else options)
+
+    def _flush_options(self) -> list[int]:
+        return [int(v) for v in self._space.values.get(FLUSH, ()) if v is not None]
+
+    def _pays(self, m: Measurement, steps: int) -> bool:
+        """Whether flushing after `steps` promises a faster evaluation than `m` had: by its copies, or, where those come to
+        little, by flushing half as often, each time the device waits."""
+        seconds = seconds_with(m, steps)
+        if seconds is not None:
+            return min(m.eval_seconds) >= EVAL_GAIN * seconds
+        now = m.candidate[FLUSH]
+        return self._device != "cpu" and now is not None and steps >= 2 * int(now)
+
+    def _batch_of_most(self, setting: Candidate) -> int:
+        """Of the fastest that fits, else of the last that was tried."""
+        tried = self._of(setting)
+        fitting = [m for m in tried if self._fits(m)]
+        chosen = max(fitting, key=lambda m: m.eval_per_second) if fitting else tried[-1]
+        return int(chosen.candidate["per_device_eval_batch_size"])
+
+    def _host_is_short(self, setting: Candidate) -> bool:
+        """Whether what accumulates does not fit on the host, where every flush moves it sooner or later."""
+        failed = [m.failure for m in self._alike(setting) if m.outcome is Outcome.HOST_OOM and m.failure is not None]
+        apart = self._device != "cpu"  # else a smaller batch takes less of the same memory
+        return any(f.kind == "host_growth" or (apart and f.phase in EVALUATION_PHASES) for f in failed)
 
 
 def _eval_part(candidate: Candidate) -> dict:

@@ -3,16 +3,15 @@
 import os
 import sys
 import sysconfig
+from pathlib import Path
 from types import CodeType, FrameType
-
-import autofit
 
 Line = tuple[CodeType, int]
 _FOREIGN = tuple(
     os.path.join(folder, "")
     for folder in {
         *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-        os.path.dirname(autofit.__file__),
+        str(Path(__file__).parents[2]),  # autofit
     }
 )
 _own: dict[CodeType, bool] = {}

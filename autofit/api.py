@@ -8,7 +8,7 @@ import errno
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from autofit.records import (
 )
 from autofit.report.advice import nothing_fits
 from autofit.report.outlook import CONFIRM_PROBES, PlannedStep, plan_seconds, plan_steps, reply_seconds
+from autofit.schedule import plan_run
 from autofit.selection import front, reasons
 from autofit.store import (
     PROVISIONAL,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 __all__ = ["Forecast", "Forecasts", "Options", "Plan", "Result", "load", "plan", "predict", "search"]
 
 RUNS_FOLDER = Path("autofit-runs")
+OBJECTIVES = ("throughput", "wallclock")
 LEAST_PROBES = 8  # the baseline, two alternatives, one evaluation, and the confirmation in two turns
 DISTURBED = (
     "somebody else used the machine in every turn of the confirmation, so no gain is told; search again when it is "
@@ -75,6 +77,7 @@ class Options(preflight.WorkloadOptions):
     max_probes: int = 30
     max_time: str | None = None  # 90s, 15m, 1h
     min_gain: float = 0.01  # differences below this are no reason to prefer one candidate
+    objective: str = "throughput"  # of training; or wallclock: training and evaluation by the user's own schedule
     seed: int = 0
     knobs: tuple[str, ...] = ()  # name=v1,v2
     allow: tuple[str, ...] = ()  # training, code
@@ -238,6 +241,11 @@ class _Prepared:
 
         options = self._options
         max_seconds = None if options.max_time is None else parse_seconds(options.max_time)
+        run = plan_run(self.description)
+        by_run = options.objective == "wallclock" and run.is_known
+        if options.objective == "wallclock" and run.told:
+            fallback = "" if by_run else "; --objective wallclock has nothing to weigh, and training throughput decides"
+            self._listener.said(run.told + fallback)
         search = Search(
             task=self._task,
             machine=self._machine,
@@ -252,7 +260,13 @@ class _Prepared:
         )
         try:
             decision = Decision(
-                search, self._directory.path, self.description, self._machine, options.min_gain, self._task
+                search,
+                self._directory.path,
+                self.description,
+                self._machine,
+                options.min_gain,
+                self._task,
+                run if by_run else None,
             )
             best, with_code = decision.run()
             history = search.history()
@@ -274,9 +288,10 @@ class _Prepared:
             baseline=self._space.baseline,
             baseline_outcome=baseline.outcome if baseline else None,
             front=front(history),
-            reasons=self._reasons(history, best, with_code),
+            reasons=self._reasons(history, best, with_code, decision.by_run),
             notes=(*decision.notes(), *(() if undisturbed(best) and undisturbed(with_code) else (DISTURBED,))),
         )
+        selection = replace(selection, objective="wallclock" if decision.by_run else "throughput", run=run)
         self._directory.write_selection(selection)
         return Result(
             self._directory.path,
@@ -290,10 +305,12 @@ class _Prepared:
             redact(self._task),
         )
 
-    def _reasons(self, history: list[Measurement], best: Choice | None, with_code: Choice | None) -> dict[str, str]:
+    def _reasons(
+        self, history: list[Measurement], best: Choice | None, with_code: Choice | None, by_run: bool
+    ) -> dict[str, str]:
         chosen, also = (best, with_code) if best is not None else (with_code, None)
         in_code = {m.candidate.key for m in history if needs_code(m.candidate, self._space.baseline)}
-        return reasons(history, chosen, also, in_code)
+        return reasons(history, chosen, also, in_code, by_run)
 
     def _timing(self, history: list[Measurement]) -> dict[str, float]:
         """Seconds of this call: `measured` and `contention` are of the probes that it ran, not of those it resumed."""
@@ -380,6 +397,8 @@ def _check(options: Options) -> None:
         raise UsageError(
             f"--headroom {options.headroom} is no share of the device; give one from 0 to 0.9, such as 0.05"
         )
+    if options.objective not in OBJECTIVES:
+        raise UsageError(f"--objective {options.objective!r} is not known; use {' or '.join(OBJECTIVES)}")
     if not 0 <= options.min_gain < 1:
         raise UsageError(f"--min-gain {options.min_gain} is no share; give one from 0 to 1, such as 0.01 for 1 %")
     if options.max_time is not None and parse_seconds(options.max_time) <= 0:
@@ -393,7 +412,7 @@ def _row(m: Measurement, predicted: Prediction | None) -> dict[str, Any]:
         "outcome": m.outcome.value,
         **m.candidate.values,
         "train_per_second": m.train_speed.per_second if m.train_speed else None,
-        "eval_per_second": m.eval_speed.per_second if m.eval_speed else None,
+        "eval_per_second": m.eval_per_second,
         "train_bytes": m.train_bytes,
         "eval_bytes": m.eval_bytes,
         "peak_bytes": m.peak_bytes,

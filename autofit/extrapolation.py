@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 LEAST_LINEAR = 0.1  # of a timed evaluation, that is no copying, whatever the rate of copies was measured to be
 
+
 @dataclass(frozen=True)
 class Speed:
     """Timed windows over the same rows, in the order in which they ran."""
@@ -57,6 +58,46 @@ class EvaluationGrowth:
     def prediction_bytes_per_row(self) -> float:
         """Of what the model puts out: neither losses nor labels nor inputs."""
         return sum(size for name, size in self.outputs.items() if name not in ("losses", "labels", "inputs"))
+
+
+@dataclass(frozen=True)
+class RunSeconds:
+    """What a whole training takes, loading and checkpoints left out: projected, never measured."""
+
+    train: float
+    evaluate: float
+
+    @property
+    def total(self) -> float:
+        return self.train + self.evaluate
+
+    @property
+    def eval_share(self) -> float:
+        return self.evaluate / self.total if self.total else 0.0
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """The user's own training, by its schedule."""
+
+    train_rows: int | None  # that are trained on in all; None: not known
+    evaluations: int
+    eval_rows: int | None  # of the evaluation set whose speed is measured
+    all_eval_rows: int = 0  # of all evaluation sets, each of which is gone through at every evaluation
+    told: str = ""  # what is assumed of it, or why it is not known
+
+    @property
+    def is_known(self) -> bool:
+        """Whether training can be weighed against evaluation."""
+        return self.train_rows is not None and bool(self.eval_rows)
+
+    def seconds(self, train_per_second: float | None, eval_seconds: float | None) -> RunSeconds | None:
+        """At so many rows per second of training and so many seconds for one evaluation of the measured set; None where
+        either is not known. Other evaluation sets are taken to be as fast."""
+        if self.train_rows is None or not train_per_second or (eval_seconds is None and self.evaluations):
+            return None
+        sets = self.all_eval_rows / self.eval_rows if self.eval_rows else 0.0
+        return RunSeconds(self.train_rows / train_per_second, self.evaluations * sets * (eval_seconds or 0.0))
 
 
 @dataclass(frozen=True)

@@ -260,6 +260,8 @@ def _losses(scores_BtC: Any, labels_Bt: Any) -> Any:
 
     if labels_Bt is None:
         raise CannotReduceError("without labels there is no loss")
+    if not hasattr(labels_Bt, "fake_mode"):  # a fake has no values
+        _check_classes(labels_Bt[labels_Bt != -100], scores_BtC.shape[-1])
     losses = [
         torch.nn.functional.cross_entropy(
             scores_tC.reshape(-1, scores_tC.shape[-1]).float(), labels_t.reshape(-1).long(), reduction="none"
@@ -267,6 +269,14 @@ def _losses(scores_BtC: Any, labels_Bt: Any) -> Any:
         for scores_tC, labels_t in _rows(scores_BtC, labels_Bt)
     ]
     return torch.cat(losses).reshape(labels_Bt.shape)
+
+
+def _check_classes(labels_N: Any, classes: int) -> None:
+    """Raise CannotReduceError for labels that are none; on a GPU torch would end the process over them."""
+    if labels_N.numel() and (int(labels_N.min()) < 0 or int(labels_N.max()) >= classes):
+        raise CannotReduceError(
+            f"cannot_reduce: labels from {int(labels_N.min())} to {int(labels_N.max())} are no {classes} classes"
+        )
 
 
 def _rows(scores_BtC: Any, labels_Bt: Any) -> Iterator[tuple[Any, Any]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from autofit.extrapolation import EvaluationGrowth, LeakCheck, Speed
+from autofit.extrapolation import EvaluationGrowth, LeakCheck, Speed, WholeRun
 
 KnobValue = bool | int | str | None
 
@@ -289,6 +289,7 @@ class Description:
     # script's own first; only where they were looked at.
     metrics_forms: dict[str, tuple[KnobValue, ...]] = field(default_factory=dict)
     predicts: bool = False  # the script calls `predict()` behind its training, or is asked to
+    all_eval_rows: int | None = None  # of all evaluation sets, where there are several
 
 
 @dataclass(frozen=True)
@@ -452,6 +453,7 @@ class Choice:
     peak_bytes: int
     gain: float | None  # its speed over the baseline's in the same confirmation; None when the baseline did not fit
     folder: str = ""
+    eval_seconds: float | None = None  # of one evaluation of the whole set; a projection
 
 
 @dataclass(frozen=True)
@@ -465,6 +467,8 @@ class Selection:
     front: tuple[Candidate, ...] = ()  # Pareto front of memory against training speed
     reasons: dict[str, str] = field(default_factory=dict)  # candidate key -> why it was not chosen
     notes: tuple[str, ...] = ()
+    objective: str = "throughput"  # of training, or wallclock: gains are then of the whole run, and projected
+    run: WholeRun | None = None  # the user's own training, that wall time is projected to; None: of an older search
 
 
 def digest(value: Any) -> str:

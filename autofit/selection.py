@@ -8,7 +8,10 @@ import statistics
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from autofit.extrapolation import WholeRun
 from autofit.records import EVALUATION_PHASES, LEAK, Budget, Candidate, Choice, Measurement, Outcome
+
+RUN_LONGER = "trains faster, the whole run takes no less"
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,34 @@ def score(measurements: Iterable[Measurement], phase: str) -> list[Scored]:
 
 
 def window_rates(group: Iterable[Measurement], phase: str) -> list[float]:
-    """Rows per second of every timed window."""
-    speeds = [m.train_speed if phase == "train" else m.eval_speed for m in group]
+    """Rows per second of every timed window; of evaluation projected to the whole set."""
+    if phase == "evaluate":
+        return [rate for m in group for rate in m.eval_rates]
+    speeds = [m.train_speed for m in group]
     return [s.rows / seconds for s in speeds if s is not None for seconds in s.seconds]
+
+
+def score_run(train: Scored, whole: Iterable[Measurement], run: WholeRun) -> Scored | None:
+    """A whole candidate by the time of the user's whole run: `train` as its training was scored, `whole` its evaluations.
+
+    The rate is runs per second. None where no evaluation that fits was timed.
+    """
+    evaluated = [m for m in usable(whole) if m.eval_seconds]
+    if not evaluated:
+        return None
+    seconds = run.seconds(train.rate, one_evaluation(evaluated))
+    if seconds is None:
+        return None
+    peak = max(train.peak_bytes, *(m.peak_bytes or 0 for m in evaluated))
+    spread = train.spread * (1 - seconds.eval_share)
+    clean = train.clean and any(m.outcome is Outcome.FITS for m in evaluated)
+    return Scored(evaluated[0].candidate, 1 / seconds.total, spread, peak, train.probes, clean)
+
+
+def one_evaluation(group: Iterable[Measurement]) -> float | None:
+    """Seconds of one evaluation of the whole set: the median of all timed windows, projected. None where none was timed."""
+    seconds = [s for m in group for s in m.eval_seconds]
+    return statistics.median(seconds) if seconds else None
 
 
 def rate_and_spread(rates: Sequence[float]) -> tuple[float, float]:
@@ -142,9 +170,14 @@ def failure_reason(m: Measurement) -> str | None:
 
 
 def reasons(
-    history: Iterable[Measurement], chosen: Choice, also_chosen: Choice | None, in_code: Collection[str]
+    history: Iterable[Measurement],
+    chosen: Choice,
+    also_chosen: Choice | None,
+    in_code: Collection[str],
+    by_run: bool = False,
 ) -> dict[str, str]:
-    """Candidate key -> why it was not chosen. `in_code` holds the keys of candidates that need code."""
+    """Candidate key -> why it was not chosen. `in_code` holds the keys of candidates that need code; `by_run`: the time of
+    the whole run decided."""
     groups: dict[str, list[Measurement]] = {}
     for m in history:
         groups.setdefault(m.candidate.key, []).append(m)
@@ -163,6 +196,9 @@ def reasons(
             found[key] = failure_reason(failed[-1])
         else:
             rival = also_chosen if key in in_code and also_chosen is not None else chosen
+            if by_run and timed and rate_and_spread(window_rates(timed, "train"))[0] >= 1.01 * rival.train_per_second:
+                found[key] = RUN_LONGER
+                continue
             than = " than with code" if rival is also_chosen else ""
             found[key] = _loss(group, timed, rival, than, key in in_code and rival.candidate.key not in in_code)
     return found

@@ -4,7 +4,6 @@ The parent never imports transformers: it is told the field names by the child t
 name that leaves here is one of them. Names come and go in minor releases, so presence decides, never a version.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -145,34 +144,6 @@ def metrics_field(knob: str, value: KnobValue) -> Any:
 
 def _precision(resolved: Mapping[str, Any]) -> str:
     return next((name for name in ("bf16", "fp16", "tf32") if resolved.get(name)), "fp32")
-
-
-def planned(user: Mapping[str, Any], train_rows: int | None) -> tuple[int | None, int | None]:
-    """(optimizer steps, evaluations) of the user's own training, in one process; None where that is not known.
-
-    `user` holds the resolved values, `train_rows` the rows of the training set, None of one that has no length. A last
-    evaluation that falls on the end of training counts, early stopping does not.
-    """
-    steps_per_epoch = None
-    if train_rows:
-        batches = -(-train_rows // max(int(user.get("per_device_train_batch_size") or 1), 1))
-        steps_per_epoch = -(-batches // max(int(user.get("gradient_accumulation_steps") or 1), 1))
-    epochs = float(user.get("num_train_epochs") or 0.0)
-    steps = max(int(user.get("max_steps") or 0), 0)
-    if steps > 0:
-        epochs = steps / steps_per_epoch if steps_per_epoch else 0.0
-    elif steps_per_epoch:
-        steps = math.ceil(epochs * steps_per_epoch)
-    strategy = str(user.get("eval_strategy") or "no")
-    at_start = 1 if user.get("eval_on_start") else 0
-    if strategy == "no":
-        return steps or None, at_start
-    if strategy == "epoch":
-        return steps or None, math.ceil(epochs) + at_start if epochs else None
-    every = float(user.get("eval_steps") or user.get("logging_steps") or 0.0)
-    if 0 < every < 1:  # a share of all steps
-        every = math.ceil(every * steps)
-    return steps or None, int(steps // every) + at_start if steps and every else None
 
 
 def quiet_overrides(folder: str, fields: Iterable[str]) -> dict[str, Any]:

@@ -73,6 +73,7 @@ class Landscape:
     description: Description = field(default_factory=make_description)
     allow: frozenset = frozenset({"code"})
     eval_speed: float = 1.0  # times the usual
+    eval_step_bytes: float = 0.0  # of one row of an evaluation batch, beside what is kept
     copy_rates: tuple[float, float] | None = None  # bytes per second on the device and on the host; None: at no cost
 
     def __post_init__(self) -> None:
@@ -101,7 +102,7 @@ class Landscape:
         batch, steps = candidate["per_device_eval_batch_size"], candidate["eval_accumulation_steps"]
         outputs = {"predictions": per_row}
         growth = project(
-            on_host=False, base_bytes=base, first_step_peak=base, measured_peak=0, outputs=outputs, host_outputs=outputs,
+            on_host=False, base_bytes=base, first_step_peak=int(base + min(batch, rows) * (per_row + self.eval_step_bytes)), measured_peak=0, outputs=outputs, host_outputs=outputs,
             rows_measured=64, rows_total=rows, batch=batch, accumulation_steps=steps, concatenates=True,
         )  # fmt: skip
         if self.copy_rates is None:

@@ -30,9 +30,9 @@ from autofit.records import (
     Schedule,
     ShadowDevice,
 )
+from autofit.schedule import planned
 from autofit.study.judgement import judge, measurement_of
 from autofit.study.preflight import baseline_of, describe
-from autofit.trainer_args import planned
 
 MiB = 2**20
 PEAKS = Schedule(timed_steps=0)
@@ -101,7 +101,6 @@ kept.rows = 16
 def test_an_evaluation_that_keeps_its_loader_is_found_with_its_processes(probe):
     source = PERSISTENT + "Old(make_model(), args, train_dataset=Rows(), eval_dataset=kept).train()"
     check = probe(source).leaks
-    print(check)
     assert check.processes_per_evaluation == 2
     assert check.files_per_evaluation >= 2
     assert check.host_bytes_per_evaluation > 64 * MiB
@@ -341,7 +340,7 @@ def test_memory_of_processes_counts_only_where_there_are_more_of_them():
 @pytest.mark.parametrize(
     ("user", "rows", "found"),
     [
-        ({"max_steps": 100, "eval_strategy": "steps", "eval_steps": 30}, None, (100, 3)),
+        ({"max_steps": 100, "eval_strategy": "steps", "eval_steps": 30}, None, (100, 4)),
         ({"max_steps": 100, "eval_strategy": "steps", "eval_steps": 0.1, "eval_on_start": True}, None, (100, 11)),
         ({"num_train_epochs": 3.0, "eval_strategy": "epoch", "per_device_train_batch_size": 8}, 100, (39, 3)),
         ({"num_train_epochs": 1.5, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}, 10, (5, 0)),

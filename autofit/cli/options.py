@@ -200,6 +200,9 @@ OPTIONS: list[click.Parameter] = [
             "for the confirmation. Default: no limit."),
     _option("--min-gain", group="search", type=float, default=0.01, metavar="SHARE", help="A difference in speed below "
             "this is none, and the smaller peak wins. Default: 0.01, that is 1 %."),
+    _option("--objective", group="search", type=click.Choice(["throughput", "wallclock"]), default="throughput",
+            help="What is to be fast. throughput: training. wallclock: the whole run, evaluations by your own schedule "
+            "(epochs, eval_steps). Default: throughput."),
     _option("--knob", "knobs", group="search", multiple=True, metavar="NAME=V1,V2", help="Values that a knob may take, "
             "instead of all that can be used here; repeatable. Default: all."),
     _option("--allow", group="search", multiple=True, type=click.Choice(["training", "code"]), help="What may change "

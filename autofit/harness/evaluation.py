@@ -46,6 +46,10 @@ class AccumulationLog:
 
         trainer_module.EvalLoopContainer = CountingContainer
 
+    def limit(self, rows: int) -> None:
+        """There are no more rows than this in all."""
+        self._batch = min(self._batch, rows)
+
     def forget(self) -> None:
         """Begin anew, with an evaluation of another kind."""
         self.bytes_per_row, self.host_bytes_per_row = {}, {}
@@ -54,7 +58,8 @@ class AccumulationLog:
         rows = max((t.shape[0] if t.dim() else 1 for t in tensors_in(tensors)), default=0)
         if not rows:
             return
-        rows = self._batch if rows % self._batch == 0 else rows
+        # Rows laid out as one (packing without padding) or as several each (pairs, tokens) are a whole batch.
+        rows = rows if 1 < rows < self._batch else self._batch
         parts = {container: tensors}
         if container == "predictions":
             names = self._names(tensors)

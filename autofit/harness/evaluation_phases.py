@@ -27,6 +27,11 @@ from autofit.records import EvaluationGrowth, PhaseRecord, Schedule, Speed
 
 EVALUATE = "evaluate"
 WORTH_TELLING_BYTES = 16 * 2**20  # that accumulate over the whole set
+UNSEEN = (
+    "evaluation: nothing that the Trainer keeps was seen, though there are metrics; what a loop of the script's own keeps is "
+    "not projected to the whole set"
+)
+UNKNOWN_METRICS = "metrics: what they take beside their arguments is not known, and not in the projection"
 CACHES = (
     "past_key_values",
     "cache",
@@ -58,7 +63,9 @@ class EvaluationPhases(TrainerCallback):
         self._evaluated: Any = None  # the data set of the last evaluation
         self._again: list[tuple[int, Any]] = []  # (rows, data set) that can be evaluated again, the longest first
         self._again_seconds = 0.0
-        self._given: Any = None  # what the metrics function was called with last
+        self._watching = False  # memory is measured
+        self._given: Any = None  # what the metrics function was called with last, while it was
+        self._given_seconds = 0.0  # that this call took
         self._metrics_seconds = 0.0  # in the metrics function so far
         self._copied: EvaluationGrowth | None = None  # of `evaluate()`, whatever `predict()` takes
 
@@ -70,6 +77,8 @@ class EvaluationPhases(TrainerCallback):
         self._accumulated.install(transformers.trainer)
         self._eval_name, self._eval_set = pick_evaluation_set(trainer, self.notes, self._schedule.sampled_eval_rows)
         self._own_eval_loader = has_own_eval_loader(trainer)
+        if self._eval_set is not None and not self._own_eval_loader:
+            self._accumulated.limit(len(self._eval_set))
         if trainer.compute_metrics is not None:
             self._wrap("compute_metrics", self._metrics)
         # The best metric may be that of a set that is not evaluated here, and nothing is chosen by it.
@@ -95,9 +104,11 @@ class EvaluationPhases(TrainerCallback):
         self._recorder.at("metrics", self.steps)
         began = time.perf_counter()
         result = original(*args, **kwargs)
-        self._metrics_seconds += time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self._metrics_seconds += seconds
         self._recorder.at(self._phase, self.steps)
-        self._given = args[0] if args and not kwargs else None
+        if self._watching and args and not kwargs:  # else nothing of it must stay alive
+            self._given, self._given_seconds = args[0], seconds
         return result
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -141,8 +152,10 @@ class EvaluationPhases(TrainerCallback):
                 "evaluation: the script's own evaluate() makes no prediction step; it is run, not measured"
             )
             return
+        if self._compute_metrics is not None and not set(self._accumulated.bytes_per_row) - {"losses"}:
+            self.notes.append(UNSEEN)
+        self.growth = self._copied = self._project(base, level, record)  # lets go of what metrics were given
         self._may_repeat([(len(longest), longest)], record)
-        self.growth = self._copied = self._project(base, level, record)
         if self._schedule.predict:
             self._predict()
         if self.growth.host_bytes_per_row * self.growth.rows_total >= WORTH_TELLING_BYTES:
@@ -153,6 +166,9 @@ class EvaluationPhases(TrainerCallback):
         if has_own_test_loader(self._trainer):
             self.notes.append("predict: the script makes its own loader, which is not known here; it is not measured")
             return
+        self.notes.append(
+            "predict: the script calls it behind its training; it is measured on rows of the evaluation set"
+        )
         self._accumulated.forget()
         self._first_prediction_peak = None
         with self._watched():
@@ -170,12 +186,14 @@ class EvaluationPhases(TrainerCallback):
     def _watched(self) -> Iterator[None]:
         """While memory is measured: names of what the model puts out are seen, and generation goes to its full length."""
         self._held.clear()
+        self._watching = True
         hook = self._trainer.model.register_forward_hook(self._see_output)
         try:
             with self._full_length():
                 yield
         finally:
             hook.remove()
+            self._watching = False
 
     @contextlib.contextmanager
     def _full_length(self) -> Iterator[None]:
@@ -183,11 +201,12 @@ class EvaluationPhases(TrainerCallback):
             yield
             return
         model = self._trainer.model
-        original = model.generate
+        original, own = model.generate, vars(model).get("generate")  # the script may have set one of its own
+        bound = getattr(original, "keywords", {})  # of a partial function
 
         def generate(*args: Any, **kwargs: Any) -> Any:
             self._recorder.at("generate", self.steps)
-            result = original(*args, **{**kwargs, **full_length(kwargs, model.generation_config)})
+            result = original(*args, **{**kwargs, **full_length({**bound, **kwargs}, model.generation_config)})
             self._recorder.at(self._phase, self.steps)
             return result
 
@@ -195,7 +214,10 @@ class EvaluationPhases(TrainerCallback):
         try:
             yield
         finally:
-            del model.generate
+            if own is None:
+                del model.generate
+            else:
+                model.generate = own
 
     def _level(self) -> tuple[int, int]:
         """What is in use on the device, and resident of the process tree, before an evaluation."""
@@ -220,7 +242,8 @@ class EvaluationPhases(TrainerCallback):
             rows_measured=self._rows_evaluated(batch, total),
             rows_total=total,
             batch=batch,
-            accumulation_steps=arguments.eval_accumulation_steps,
+            # Trainer's loop moves nothing to the host where metrics are computed batch by batch.
+            accumulation_steps=None if arguments.batch_eval_metrics else arguments.eval_accumulation_steps,
             concatenates=arguments.eval_do_concat_batches,
             metrics_bytes_per_row=self._metrics_bytes_per_row(),
             left_bytes=self._left_bytes(base, batch),
@@ -245,8 +268,10 @@ class EvaluationPhases(TrainerCallback):
         if given is None or not self._trainer.args.eval_do_concat_batches:
             return 0.0
         self._recorder.at("metrics", self.steps)
-        found = metrics_memory.bytes_per_row(self._compute_metrics, given)
+        found = metrics_memory.bytes_per_row(self._compute_metrics, given, self._given_seconds)
         self._recorder.at(self._phase, self.steps)
+        if found is None and UNKNOWN_METRICS not in self.notes:
+            self.notes.append(UNKNOWN_METRICS)
         return found or 0.0
 
     def _rows_evaluated(self, batch: int, total: int) -> int:

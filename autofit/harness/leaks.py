@@ -128,10 +128,9 @@ class LeakWatch:
             tensors.look()
             if turn < MORE_STEPS:
                 yield step
-        grown = step_growth(series)
-        if not is_steady(grown):
-            return
-        before = step_growth(self._steps)
+        grown, before = step_growth(series), step_growth(self._steps)
+        if not is_steady(grown) or middle(grown).largest < max(STEP_FLOOR, STEADY * middle(before).largest):
+            return  # what was suspected came once
         one = middle(before if self._steps[-1][0] - self._steps[0][0] > MORE_STEPS else grown)
         self._note(
             device_bytes_per_step=float(max(one.device_bytes, 0)),

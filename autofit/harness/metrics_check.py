@@ -22,7 +22,13 @@ from typing import Any
 import torch
 
 from autofit.failure import classify_exception, exception_chain
-from autofit.harness.recorded_evaluation import CannotRecord, RecordedEvaluation, free_memory, record_evaluation
+from autofit.harness.recorded_evaluation import (
+    CannotRecord,
+    NothingKept,
+    RecordedEvaluation,
+    free_memory,
+    record_evaluation,
+)
 from autofit.harness.rules import InvalidProbe
 from autofit.logits import REDUCTIONS, SHAPES, CannotReduceError, find_scores
 from autofit.records import METRICS_FIELDS, KnobValue, Outcome
@@ -94,8 +100,10 @@ def check_same_metrics(
         return
     try:
         recorded = record_evaluation(trainer, own)
-    except CannotRecord:
-        return  # nothing accumulates that could be reduced
+    except NothingKept:
+        return  # there is nothing to reduce
+    except CannotRecord as error:
+        raise InvalidProbe("not_shown", f"whether metrics stay the same was not seen: {error}") from error
     try:
         _Before(recorded, own).compare(reduction)
     except CannotReduceError as error:
@@ -184,6 +192,8 @@ def _check_reductions(
             structure = structure or str(error)
         except _Changed as error:
             refused[name] = size, str(error)
+        except Exception as error:  # noqa: BLE001 - of the workload's metrics on this form; told, and the others are tried
+            refused[name] = full, f"{type(error).__name__}: {error}"
     reductions = ("full", *sorted(kept, key=kept.__getitem__))
     notes: list[str] = []
     if eval_rows is not None and full * eval_rows < WORTH_TELLING_BYTES:

@@ -16,13 +16,14 @@ from autofit.harness.device_meter import torch_allocations
 MOST_SECONDS = 5.0  # of one call: longer ones are not repeated
 
 
-def bytes_per_row(compute: Callable[[Any], Any], prediction: Any) -> float | None:
+def bytes_per_row(compute: Callable[[Any], Any], prediction: Any, seconds: float = 0.0) -> float | None:
     """Peak bytes of NumPy, Python and torch within `compute`, for each row beyond half of them. None: not known.
 
-    `prediction` is the `EvalPrediction` that it has seen before, so that what it imports and keeps is there.
+    `prediction` is the `EvalPrediction` that it has seen before, so that what it imports and keeps is there; that call took
+    `seconds`.
     """
     rows = _rows(prediction.predictions)
-    if not rows or rows < 2:
+    if not rows or rows < 2 or seconds > MOST_SECONDS:
         return None
     try:
         half = _peak(compute, _first(prediction, rows // 2))

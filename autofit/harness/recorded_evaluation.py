@@ -37,6 +37,10 @@ class CannotRecord(Exception):
     """This workload's evaluation has no outputs that could be given again."""
 
 
+class NothingKept(CannotRecord):
+    """Evaluation keeps nothing of what the model puts out."""
+
+
 class RecordedEvaluation:
     """The outputs of `prediction_step` for a few rows of the evaluation set, which must have rows."""
 
@@ -108,7 +112,7 @@ class RecordedEvaluation:
         if not self.batches:
             raise CannotRecord("the script's own evaluate() makes no prediction step")
         if any(logits is None for logits, _ in self.batches):
-            raise CannotRecord("evaluation keeps no outputs")
+            raise NothingKept("evaluation keeps no outputs")
 
     def _evaluate(self, attributes: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
         trainer = self._trainer
@@ -139,7 +143,7 @@ def record_evaluation(trainer: Any, own: Mapping[str, Any] = MappingProxyType({}
     evaluation raises."""
     name, dataset = pick_evaluation_set(trainer, [])
     if dataset is None or not len(dataset):
-        raise CannotRecord("there is no evaluation set")
+        raise NothingKept("there is no evaluation set")
     return RecordedEvaluation(trainer, dataset, name, own)
 
 

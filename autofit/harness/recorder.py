@@ -3,6 +3,7 @@
 The progress file is what the parent knows of a child that dies without a reply: its last line names phase and step.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 
 from autofit import codec
 from autofit.records import Reply
+from autofit.workloads.redaction import redact_text
 
 EXIT_REPLIED = 0
 EXIT_NO_REPLY = 74  # EX_IOERR: the reply could not be written
@@ -48,6 +50,11 @@ class Recorder:
         if self.replied or (target.exists() and not self._prepared):
             return
         self.replied = True
+        notes = tuple(redact_text(note, os.environ) for note in reply.notes)
+        reply = dataclasses.replace(reply, notes=notes)
+        if reply.description is not None:
+            notes = tuple(redact_text(note, os.environ) for note in reply.description.notes)
+            reply = dataclasses.replace(reply, description=dataclasses.replace(reply.description, notes=notes))
         draft = self._folder / f"reply.json.{os.getpid()}.part"  # ranks of the script may fail at once
         with open(draft, "wb") as file:
             file.write(codec.encode(reply))

@@ -33,7 +33,8 @@ from autofit.harness.workload_facts import describe
 from autofit.logits import REDUCTIONS
 from autofit.machine import run_delay_seconds
 from autofit.records import METRICS_FIELDS, Description, Failure, Outcome, Reply, Request
-from autofit.trainer_args import installed_name, planned
+from autofit.schedule import planned
+from autofit.trainer_args import installed_name
 from autofit.workloads.redaction import redact_text
 
 TRACE_FILE = "trace.npz"  # what a shadow run leaves beside its reply
@@ -297,6 +298,7 @@ class Harness:
         if self._request.shadow is None and (reduction is not None or own):
             from autofit.harness.metrics_check import check_same_metrics
 
+            self.recorder.at("metrics")
             check_same_metrics(trainer, reduction, own)
         if reduction is not None:
             trainer.preprocess_logits_for_metrics = reduction

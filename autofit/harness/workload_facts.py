@@ -63,8 +63,8 @@ def describe(
     predicts = bool(getattr(trainer.args, "do_predict", False)) or _calls_predict()
     if evaluation is not None and not has_metrics and not predicts:
         notes.append("evaluation: without a metrics function it keeps losses alone, and only that is measured")
-    if evaluation is not None and predicts:
-        notes.append("predict: the script calls it behind its training; it is measured on rows of the evaluation set")
+    if predicts and (evaluation is None or own_eval_loader):
+        notes.append("predict: the script calls it behind its training, on rows that are not known; it is not measured")
     own_reduction = trainer.preprocess_logits_for_metrics is not None
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return Description(
@@ -103,18 +103,45 @@ def describe(
         config=_sizes(model),
         notes=tuple(notes),
         predicts=predicts,
+        all_eval_rows=_all_rows(trainer.eval_dataset),
     )
 
 
+def _all_rows(sets: Any) -> int | None:
+    """Of several evaluation sets, each of which Trainer goes through; None where there is one, or one has no length."""
+    if not isinstance(sets, dict) or not all(hasattr(part, "__len__") for part in sets.values()):
+        return None
+    return sum(len(part) for part in sets.values())
+
+
 def _calls_predict() -> bool:
-    """Whether the script's own file calls a method of that name: it does so behind its training, which no probe sees."""
+    """Whether the script's own file calls `predict` of a trainer: it does so behind its training, which no probe sees."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
         tree = ast.parse(Path(path).read_bytes()) if path else ast.Module([], [])
     except (OSError, SyntaxError, ValueError):
         return False
+    made = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and _last_name(node.value.func).endswith("Trainer")
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
     calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return any(isinstance(function, ast.Attribute) and function.attr == "predict" for function in calls)
+    return any(
+        isinstance(function, ast.Attribute)
+        and function.attr == "predict"
+        and (_last_name(function.value) in made or "trainer" in _last_name(function.value).lower())
+        for function in calls
+    )
+
+
+def _last_name(node: ast.expr) -> str:
+    """`Trainer` of `transformers.Trainer`; empty for what has no name."""
+    return getattr(node, "id", None) or getattr(node, "attr", None) or ""
 
 
 def _reductions(request: Request) -> tuple[str, ...]:

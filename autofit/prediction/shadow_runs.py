@@ -43,7 +43,8 @@ from autofit.records import (
     Task,
     digest,
 )
-from autofit.trainer_args import arguments_of, planned
+from autofit.schedule import planned
+from autofit.trainer_args import arguments_of
 
 SEMANTICS = 2  # version of what a shadow run models; traces of another one are not read
 BATCHES = (2, 3)  # traced; from 2 on the operators are the same at every batch

@@ -112,7 +112,7 @@ class _Outlook:
         # Rows per second of the user's settings, so that estimates and what was measured can be compared.
         own = [m for m in history if m.candidate == space.baseline]
         self._train_rate = next((m.train_speed.per_second for m in own if m.train_speed), 1.0)
-        self._eval_rate = next((m.eval_speed.per_second for m in own if m.eval_speed), 1.0)
+        self._eval_rate = next((m.eval_per_second for m in own if m.eval_speed), 1.0)
         self._steps: list[PlannedStep] = []
 
     def steps(self) -> list[PlannedStep]:

@@ -136,6 +136,9 @@ def _headline(
     ):
         changed = change_text(selection.baseline, choice.candidate)
         text = f"{changed[:1].upper()}{changed[1:]}, {own_speed} samples/s{mark}, peak {peak}"
+    elif selection.objective == "wallclock":
+        text = f"{gain_text(choice.gain)} as fast as your settings over the whole run, projected; training {own_speed} against "
+        text += f"{rate_text(yours.train_per_second)}{spread_text(yours.train_spread)} samples/s{mark}, peak {peak}"
     else:
         against = f"{own_speed} against {rate_text(yours.train_per_second)}{spread_text(yours.train_spread)}"
         if _tied(choice, selection, measurements):
@@ -204,6 +207,8 @@ def _tied(choice: Choice, selection: Selection, measurements: Sequence[Measureme
 
 def _why(choice: Choice, selection: Selection, rows: Sequence[Row]) -> str:
     """Why it won, among the training settings that fit; what only evaluation sees does not make another one."""
+    if selection.objective == "wallclock":
+        return "the shortest whole run of those that were measured in training and evaluation"
     own = train_knobs(choice.candidate)
     rivals: dict[tuple, Row] = {}
     for row in rows:

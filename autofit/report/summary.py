@@ -12,7 +12,7 @@ from statistics import median
 from autofit.knobs import KNOBS, needs_code
 from autofit.records import LEAK, Budget, Candidate, Choice, Measurement, Outcome, Selection
 from autofit.report.labels import UNKNOWN, in_unit, knob_texts, plain
-from autofit.selection import changes, failure_reason, window_rates
+from autofit.selection import RUN_LONGER, changes, failure_reason, window_rates
 from autofit.units import format_bytes
 
 FITTING = (Outcome.FITS, Outcome.CONTAMINATED)
@@ -36,7 +36,9 @@ class Row:
     train_bytes: int | None
     eval_bytes: int | None
     eval_projected: bool  # `eval_bytes` is the projection to the whole evaluation set, above what was measured
-    gain: float | None  # times the speed in the row of yours; None where that row or this one does not fit
+    gain: (
+        float | None
+    )  # times the speed in the row of yours, of the chosen the confirmation's; None where either does not fit
     reason: str  # why it was not chosen
     timed: int = 1  # probes that its speed is of
 
@@ -184,6 +186,8 @@ def _gain(row: Row, selection: Selection, own_rate: float | None) -> float | Non
     chosen = [choice for _, choice in choices(selection) if choice.candidate == row.candidate]
     if chosen and row.candidate != selection.baseline:
         return chosen[0].gain  # of the turns that nobody disturbed
+    if selection.objective == "wallclock" and row.candidate != selection.baseline:
+        return None  # most were not evaluated
     return row.train_per_second / own_rate if row.train_per_second else None
 
 
@@ -245,6 +249,8 @@ def _reason(
     if gap >= SAME_SPEED:
         than = " than with code" if rival.candidate != choices(selection)[0][1].candidate else ""
         return f"{gap:.0%} slower{than}"
+    if selection.objective == "wallclock" and gap <= -SAME_SPEED:
+        return RUN_LONGER
     coded = _is_coded(row, selection) and not _is_coded(rival, selection)
     larger = (row.train_bytes or 0) > (rival.train_bytes or 0)
     if tied(row, rival):
@@ -323,7 +329,8 @@ def _notes(rows: Sequence[Row], measurements: Sequence[Measurement], selection: 
     if any(row.outcome is Outcome.CONTAMINATED for row in rows):
         notes.append("contaminated: others used the machine while it was timed, so its speed says little")
     if any(row.gain is not None and row.role and "yours" not in row.role for row in rows):
-        notes.append("the gain of the chosen is the confirmation's, where it ran in turn with your settings")
+        whole = " the projected time of the whole run," if selection.objective == "wallclock" else ""
+        notes.append(f"the gain of the chosen is{whole} the confirmation's, where it ran in turn with your settings")
     chosen = {choice.candidate for _, choice in choices(selection)}
     noted = [note for m in measurements if m.candidate in chosen for note in facts_noted(m)]
     told = [in_unit(note, budget.unit) for note in (*noted, *selection.notes)]

@@ -9,6 +9,7 @@ from autofit.emission import own_settings_of
 from autofit.records import Candidate, ScriptTask
 from autofit.report.grid import Column, fold_parts, lay_out
 from autofit.report.labels import UNKNOWN, about_text, change_text, gain_text, knob_texts, plain, rate_text, spread_text
+from autofit.report.run_time import run_sentences
 from autofit.report.sentences import answer, busy_text, difference, next_command
 from autofit.report.summary import Row, Summary, summarize
 from autofit.report.terminal import print_folded, print_line
@@ -29,6 +30,8 @@ def draw_result(result: Any, console: Console) -> None:
     print_line(console, "")
     for sentence in answer(selection, result.measurements, budget):
         print_folded(console, sentence, "bold")
+    for sentence in run_sentences(selection, summary.rows):
+        print_folded(console, sentence)
     for choice in (selection.best, selection.best_with_code):
         if choice is None or selection.baseline is None or choice.candidate == selection.baseline:
             continue

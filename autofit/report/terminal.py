@@ -149,8 +149,8 @@ def probe_parts(m: Measurement, best: Measurement | None, baseline: Candidate | 
     parts = [f"{plain(m.purpose)}: {change_text(baseline, m.candidate)}", outcome_text(m)]
     if m.train_speed is not None:
         parts.append(f"{rate_text(m.train_speed.per_second)} samples/s")
-    if m.eval_speed is not None:
-        parts.append(f"evaluation {rate_text(m.eval_speed.per_second)} rows/s")
+    if m.eval_per_second is not None:
+        parts.append(f"evaluation {rate_text(m.eval_per_second)} rows/s")
     if m.ran and m.peak_bytes is not None:  # of one that did not run it may be only the weights
         sign = "~" if is_projected(m) and m.eval_bytes == m.peak_bytes else ""
         parts.append(f"peak {sign}{format_bytes(m.peak_bytes, unit)}")

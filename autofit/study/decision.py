@@ -8,16 +8,19 @@ from pathlib import Path
 
 from autofit.emission import write_files
 from autofit.errors import RunDirectoryError, WorkloadError
+from autofit.extrapolation import WholeRun
 from autofit.knobs import KNOBS, needs_code
 from autofit.records import EVALUATION_PHASES, Candidate, Choice, Description, Machine, Measurement, Task
-from autofit.selection import Scored, beats, score, usable
+from autofit.selection import Scored, beats, score, score_run, usable, winner
 from autofit.study.confirmation import choice_of
 from autofit.study.driver import Search
 from autofit.study.judgement import UNMENDABLE
+from autofit.study.planner import MEMORY
 
 BEST, WITH_CODE = "best", "best-with-code"
 MOST_FALLBACKS = 3  # winners that may fail their confirmation before the search gives up
 TRAIN_FALLBACKS = 3  # training settings on top of which evaluation is tried
+RUN_SETTINGS = 4  # the same where the time of the whole run decides
 EVAL_NOISE = 0.05  # a timed evaluation is one to three passes, too few for a spread
 # Phase of a failure -> where it was; the others are steps of the training.
 PLACES = {
@@ -47,7 +50,10 @@ class Decision:
         machine: Machine,
         min_gain: float,
         task: Task,
+        run: WholeRun | None = None,
     ) -> None:
+        """`run`: by whose time candidates are chosen; None: by the speed of training."""
+        self._run, self._wholes = run, []  # candidates by the time of the whole run, the fastest first
         self._search, self._folder, self._min_gain, self._task = search, folder, min_gain, task
         self._description, self._machine = description, machine
         self._baseline = search.space.baseline
@@ -83,13 +89,76 @@ class Decision:
         self._search.run_train(in_code)
         self._check_own_settings()
         self._search.race(in_code)
+        if self._run is not None:
+            return self._settle_run(self._run, in_code)
         for scored in self._search.ranked(in_code)[:TRAIN_FALLBACKS]:
             whole = self._search.run_evaluate(scored.candidate, in_code)
             if whole is not None:
                 return whole
             if self._search.broken_evaluation() is not None:
                 return scored.candidate
+            if self._host_is_short(scored.candidate):
+                break
         return None
+
+    def _host_is_short(self, train: Candidate) -> bool:
+        """Whether what evaluation accumulates was too much for the host, whose memory other training settings leave as it
+        is."""
+        part = _phase_part(train, "train")
+        failed = [m for m in self._search.history() if m.failure is not None and m.failure.kind == "host_growth"]
+        return any(_phase_part(m.candidate, "train") == part for m in failed)
+
+    @property
+    def by_run(self) -> bool:
+        """Whether the time of the whole run decides."""
+        return self._run is not None
+
+    def _settle_run(self, run: WholeRun, in_code: bool) -> Candidate | None:
+        """The candidate whose whole run is the shortest: evaluation is tuned on each of the fastest training settings.
+
+        They share the memory, so that slower training may leave room for a faster evaluation. Left out is what could not
+        win: settings whose training alone takes longer than the best whole run so far, and those whose evaluation is
+        another one in nothing.
+        """
+        found: list[Scored] = []
+        tried: list[Scored] = []
+        for scored in self._search.ranked(in_code):
+            if len(tried) == RUN_SETTINGS:
+                break
+            alone = run.seconds(scored.rate, 0.0)
+            if found and alone is not None and alone.total * max(s.rate for s in found) >= 1:
+                continue
+            if tried and not self._evaluates_otherwise(scored, tried):
+                continue
+            tried.append(scored)
+            best = winner(found, self._min_gain)
+            whole = self._search.run_evaluate(scored.candidate, in_code, None if best is None else best.candidate)
+            if whole is None and self._search.broken_evaluation() is None:
+                if self._host_is_short(scored.candidate):
+                    break
+                continue
+            of_run = score_run(scored, [m for m in self._search.history() if m.candidate == whole], run)
+            if of_run is None and not found:
+                self._search.say("no evaluation can be timed, so that training throughput decides")
+                self._run = None
+                return whole or scored.candidate
+            found += [] if of_run is None else [of_run]
+        best = winner(found, self._min_gain)
+        self._wholes = [s.candidate for s in sorted(found, key=lambda s: (s is not best, -s.rate))]
+        return None if best is None else best.candidate
+
+    def _evaluates_otherwise(self, scored: Scored, tried: list[Scored]) -> bool:
+        """Whether evaluation may be faster on it than on those: by another kernel or precision, or, where memory was what
+        bounded it, by a smaller peak."""
+        traits = lambda s: [s.candidate.get(name) for name in ("precision", "attention")]  # noqa: E731
+        if all(traits(scored) != traits(other) for other in tried):
+            return True
+        parts = [_phase_part(other.candidate, "train") for other in tried]
+        bounded = any(
+            m.outcome in MEMORY and m.purpose == "evaluate" and _phase_part(m.candidate, "train") in parts
+            for m in self._search.history()
+        )
+        return bounded and scored.peak_bytes < min(other.peak_bytes for other in tried)
 
     def _check_own_settings(self) -> None:
         m = self._search.baseline_measurement()
@@ -140,7 +209,7 @@ class Decision:
                 self._search.say("the winner failed its confirmation; the next best is confirmed instead")
                 candidate = self._next_best(candidate, tried, in_code)
                 continue
-            choice = choice_of(confirmed, self._folder / name)
+            choice = choice_of(confirmed, self._folder / name, self._run)
             if not in_code and self._baseline.key not in tried and self._is_slower(choice):
                 self._search.say(
                     "the winner was slower than your own settings in its confirmation; yours are confirmed"
@@ -153,7 +222,8 @@ class Decision:
 
     def _is_slower(self, choice: Choice) -> bool:
         """Whether other training settings than the user's own lost to them in turn, and there is room to confirm those."""
-        if choice.gain is None or _phase_part(choice.candidate, "train") == _phase_part(self._baseline, "train"):
+        trains_alike = _phase_part(choice.candidate, "train") == _phase_part(self._baseline, "train")
+        if choice.gain is None or (trains_alike and self._run is None):
             return False
         room = self._baseline in self._search.confirmed() or self._search.may_confirm()
         return room and choice.gain < 1 - self._min_gain and self._search.space.holds(self._baseline, "train")
@@ -163,7 +233,8 @@ class Decision:
         evaluation = _phase_part(failed, "evaluate")
         if self._failed_in_evaluation(failed):
             evaluation = _phase_part(self._search.space.start, "evaluate")
-        candidates = [*self._search.confirmed(), *(s.candidate.but(evaluation) for s in self._search.ranked(in_code))]
+        ranked = [s.candidate.but(evaluation) for s in self._search.ranked(in_code)]
+        candidates = [*self._search.confirmed(), *self._wholes, *ranked]
         return next((c for c in candidates if c.key not in tried and needs_code(c, self._baseline) == in_code), None)
 
     def _failed_in_evaluation(self, candidate: Candidate) -> bool:
@@ -193,8 +264,13 @@ class Decision:
         return False
 
     def _gains(self, with_code: Choice, best: Choice) -> bool:
-        """Whether code paid in training, or in evaluation without a loss in training, beyond the noise."""
+        """Whether code paid in training, or in evaluation without a loss in training, beyond the noise; where the whole
+        run decides, whether that is shorter."""
         noise = (with_code.train_spread**2 + best.train_spread**2) ** 0.5
+        if self._run is not None:
+            mine, theirs = (self._run.seconds(c.train_per_second, c.eval_seconds) for c in (with_code, best))
+            if mine is not None and theirs is not None:
+                return theirs.total / mine.total - 1 > max(self._min_gain, noise * (1 - mine.eval_share))
         train = with_code.train_per_second / best.train_per_second - 1
         if train > max(self._min_gain, noise):
             return True

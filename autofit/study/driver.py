@@ -40,7 +40,7 @@ from autofit.selection import (
     winner,
 )
 from autofit.store import PROVISIONAL, SHADOWS, RunDirectory
-from autofit.study.confirmation import Confirmed, Turn
+from autofit.study.confirmation import CONFIRM_RUNS, Confirmed, Turn, confirmed_in, turns_of
 from autofit.study.judgement import SPEED_KNOWN, UNMENDABLE, judge, measurement_of
 from autofit.study.listener import Listener
 from autofit.study.mirror import Mirror
@@ -53,7 +53,6 @@ LEAST_SHADOW_LIMIT, MOST_SHADOW_LIMIT = 10.0, 600.0  # seconds that one shadow r
 MOST_REPEATS = 2  # of disturbed probes in one search: on a machine that is never quiet the answer must come anyway
 FIRST_LIMIT_SECONDS = 1800.0  # until a probe has run: nothing is known
 LIMIT_FACTOR, LEAST_LIMIT_SECONDS = 6.0, 120.0  # a candidate this much slower than the slowest so far cannot win
-CONFIRM_RUNS = 2  # turns of the baseline and the winner
 RUN_AGAIN = "run the same command again, it resumes"
 DISK_FULL = ("No space left on device", "Disk quota exceeded", "exit 74")  # 74: the child could not write its reply
 RACE_ROUNDS = 2
@@ -231,12 +230,13 @@ class Search:
         if self._launcher.way == "fork":
             self._launcher.warm((*FIRST_IMPORTS, *SHADOW_IMPORTS))
 
-    def run_evaluate(self, chosen: Candidate, in_code: bool) -> Candidate | None:
-        """Probe evaluation candidates on top of `chosen`. Returns the best that fits; None when none does."""
+    def run_evaluate(self, chosen: Candidate, in_code: bool, like: Candidate | None = None) -> Candidate | None:
+        """Probe evaluation candidates on top of `chosen`, beginning with the batch of `like`. Returns the best that fits;
+        None when none does."""
         own = self.baseline_measurement()
         if not self._description.eval_rows or (own is not None and own.ran and own.eval_speed is None):
             return chosen  # there is none, or one that the script makes by itself
-        plan = EvaluatePlan(self.space, chosen, self._budget, self._machine.device)
+        plan = EvaluatePlan(self.space, chosen, self._budget, self._machine.device, like)
         while self.broken_evaluation() is None:
             step = plan.next(self.history(), in_code)
             if step is None or self._stopped():
@@ -252,6 +252,8 @@ class Search:
         own = self.baseline_measurement()
         if own is None or own.outcome not in UNMENDABLE or own.failure.phase not in EVALUATION_PHASES:
             return None
+        if not self._description.eval_rows:  # by a loader of its own: there are no evaluations beside
+            return own
         others = [m for m in self.history() if m.purpose == "evaluate"]
         return own if others and all(m.outcome in UNMENDABLE for m in others) else None
 
@@ -295,7 +297,7 @@ class Search:
         """
         compare = self._baseline_ran() and candidate != self.space.baseline
         while True:
-            turns = self._turns(candidate)
+            turns = turns_of(candidate, self.history())
             if any(run.outcome not in SPEED_KNOWN for _, run in turns):
                 return None
             clean = [turn for turn in turns if all(m is None or m.outcome is Outcome.FITS for m in turn)]
@@ -310,28 +312,9 @@ class Search:
     def _may_turn_again(self, turns: list[Turn]) -> bool:
         return len(turns) == CONFIRM_RUNS and len(self.history()) + 2 <= self._limits.max_probes
 
-    def _turns(self, candidate: Candidate) -> list[Turn]:
-        """(baseline's run, candidate's run) of each turn of its confirmation, from the journal."""
-        turns: list[Turn] = []
-        beside = None
-        for m in self.history():
-            if m.purpose == "confirm-baseline":
-                beside = m
-            elif m.purpose == "confirm":
-                if m.candidate == candidate:
-                    turns.append((beside, m))
-                beside = None
-        return turns
-
     def confirmed(self) -> list[Candidate]:
         """Candidates whose confirmation is in the journal whole, all runs fitting."""
-        tried = dict.fromkeys(m.candidate for m in self.history() if m.purpose == "confirm")
-        turns = {candidate: self._turns(candidate) for candidate in tried}
-        return [
-            candidate
-            for candidate, runs in turns.items()
-            if len(runs) >= CONFIRM_RUNS and all(run.outcome in SPEED_KNOWN for _, run in runs)
-        ]
+        return confirmed_in(self.history())
 
     def may_confirm(self) -> bool:
         """Whether the probes of one more confirmation are left."""

@@ -84,12 +84,13 @@ def difference_of(forked: Measurement, fresh: Measurement) -> str | None:
     """In what a probe from a snapshot differs from one of the same settings that started afresh; None where they agree.
 
     Resident peaks of equal processes differ by 3 % (measured over forks and fresh starts), so 5 % are let be; steps by
-    far more on a busy machine, so the fastest windows are compared, and only those that nobody disturbed. The fresh one
-    makes no evaluation, so one that failed is no difference.
+    far more on a busy machine, so the fastest windows are compared, and only those that nobody disturbed. One of
+    them makes no evaluation, so one that failed is no difference.
     """
     if fresh.outcome not in SPEED_KNOWN and forked.outcome not in SPEED_KNOWN:
         return None
-    trained_only = forked.failure is not None and forked.failure.phase in EVALUATION_PHASES
+    failures = [m.failure for m in (forked, fresh) if m.failure is not None]
+    trained_only = any(failure.phase in EVALUATION_PHASES for failure in failures)
     if not trained_only and (fresh.outcome in SPEED_KNOWN) != (forked.outcome in SPEED_KNOWN):
         near = Outcome.OVER_BUDGET, Outcome.DEVICE_OOM
         if forked.outcome in near or fresh.outcome in near:

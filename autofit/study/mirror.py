@@ -144,8 +144,9 @@ class Mirror:
 
 def value(measurement: Measurement, phase: str) -> float:
     """Rows per second in the phase; 0 where there is none. Whether it counts is said by the constraints."""
-    speed = measurement.train_speed if phase == "train" else measurement.eval_speed
-    return speed.per_second if speed is not None else 0.0
+    if phase == "evaluate":
+        return measurement.eval_per_second or 0.0
+    return measurement.train_speed.per_second if measurement.train_speed is not None else 0.0
 
 
 def constraints(measurement: Measurement, budget: Budget) -> dict[str, float]:

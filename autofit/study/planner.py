@@ -256,8 +256,12 @@ class TrainPlan:
 class EvaluatePlan:
     """Candidates for the evaluation phase on top of chosen training settings."""
 
-    def __init__(self, space: Space, chosen: Candidate, budget: Budget, device: str) -> None:
+    def __init__(
+        self, space: Space, chosen: Candidate, budget: Budget, device: str, like: Candidate | None = None
+    ) -> None:
+        """`like`: where evaluation was fast on other training settings."""
         self._space, self._chosen, self._budget, self._device = space, chosen, budget, device
+        self._like = like or space.baseline
         self._by_key: dict[str, Measurement] = {}
 
     def next(self, history: Iterable[Measurement], in_code: bool) -> Step | None:
@@ -326,7 +330,7 @@ class EvaluatePlan:
         measured = {b: self._by_key.get(self._at(setting, b).key) for b in batches}
         if not any(measured.values()):
             best = self.best(in_code=True)
-            own = int((best or self._space.baseline)["per_device_eval_batch_size"])
+            own = int((best or self._like)["per_device_eval_batch_size"])
             first = min(batches, key=lambda b: abs(b - own))
             return self._step(setting, first, "evaluation on the chosen training settings")
         rates = {b: m.eval_per_second for b, m in measured.items() if m is not None and self._fits(m)}

@@ -154,8 +154,8 @@ class EvaluationPhases(TrainerCallback):
             return
         if self._compute_metrics is not None and not set(self._accumulated.bytes_per_row) - {"losses"}:
             self.notes.append(UNSEEN)
-        self.growth = self._copied = self._project(base, level, record)  # lets go of what metrics were given
         self._may_repeat([(len(longest), longest)], record)
+        self.growth = self._copied = self._project(base, level, record)
         if self._schedule.predict:
             self._predict()
         if self.growth.host_bytes_per_row * self.growth.rows_total >= WORTH_TELLING_BYTES:
@@ -292,6 +292,7 @@ class EvaluationPhases(TrainerCallback):
             return
         count, longest = self._again[0]
         total = 1 if self._own_eval_loader else self._plan_rows(self._eval_set).total
+        self._watching = not self._own_eval_loader  # as at the first reading, what metrics are given is held
         self._phase = "evaluate"
         self._recorder.at("evaluate", self.steps)
         quick = self._again_seconds <= REPEATED_SECONDS or self._schedule.save
@@ -304,6 +305,7 @@ class EvaluationPhases(TrainerCallback):
                 chosen.append((count // 2, rows.subset(longest, list(range(count // 2)))))
             turns = [(n, functools.partial(self._evaluation, dataset)) for n, dataset in chosen for _ in range(3)]
             yield from self.leaks.confirm_evaluations(turns, total)
+        self._watching, self._given = False, None
 
     # ---- time ----
 

@@ -118,6 +118,9 @@ def check_same_metrics(
 REDUCED = ("on full logits", "on reduced ones", "on reduced logits")  # as sentences say before, after, and after alone
 
 
+SURE = 20.0  # times the scores: a softmax over 500 classes is then above 0.99 for most rows
+
+
 class _Before:
     """Metrics of the workload as it is, of what the model gave and of planted labels."""
 
@@ -129,6 +132,7 @@ class _Before:
             for logits, labels in recorded.batches:
                 plant(logits, labels, 0)
             self._changes += [functools.partial(plant, seed=0), functools.partial(plant, seed=1, ahead=True)]
+            self._changes.append(functools.partial(plant, seed=2, sharp=SURE))
         self.names: tuple[str, ...] = ()  # of all metrics
         self._known = [self._steady(change) for change in self._changes]
 
@@ -295,10 +299,10 @@ def _takes_highest(recorded: RecordedEvaluation, before: _Before, name: str) -> 
 # ---- scores that are made up ----
 
 
-def plant(logits: Any, labels: Any, seed: int, ahead: bool = False) -> tuple[Any, Any]:
+def plant(logits: Any, labels: Any, seed: int, ahead: bool = False, sharp: float = 1.0) -> tuple[Any, Any]:
     """The outputs with scores drawn at random, of which two labels of three have the highest, and labels that go through
-    the classes where each row has one. `ahead`: a label's is the position before it, as in causal models. Raises
-    CannotReduceError where it is not known which part of the outputs is the scores."""
+    the classes where each row has one. `ahead`: a label's is the position before it, as in causal models. `sharp`: times
+    which scores are larger, as those of a model that is sure of itself. Raises CannotReduceError where it is not known which part of the outputs is the scores."""
     try:
         path, scores = find_scores(logits, labels, SHAPES["classes"])
         axis = scores.dim() - 1
@@ -319,7 +323,7 @@ def plant(logits: Any, labels: Any, seed: int, ahead: bool = False) -> tuple[Any
     index = torch.where(counted, targets, 0).unsqueeze(axis)
     highest = drawn.amax(dim=axis, keepdim=True) + 0.5 + torch.rand(index.shape, generator=chance)
     raised = torch.where(counted.unsqueeze(axis), highest, drawn.gather(axis, index))
-    return _with_part(logits, path, drawn.scatter(axis, index, raised).to(scores.dtype)), labels
+    return _with_part(logits, path, (sharp * drawn.scatter(axis, index, raised)).to(scores.dtype)), labels
 
 
 def _with_part(value: Any, path: tuple[Any, ...], part: Any) -> Any:

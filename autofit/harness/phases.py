@@ -177,6 +177,7 @@ class Phases(EvaluationPhases):
         if evaluating:
             self._close("train", began)
             yield from self._worst_case_evaluation()
+            self._meter.settle()  # what malloc has kept of the evaluation is free for training
             began = self._open("train-again")
             yield STEP
         if self._schedule.timed_steps:

@@ -203,5 +203,6 @@ def _sizes(model: Any) -> dict[str, Any]:
         value = getattr(config, name, None)
         if isinstance(value, (int, float)):
             found[name] = value
+    found["input"] = getattr(model, "main_input_name", None)
     found["model_type"] = getattr(config, "model_type", None)
     return found

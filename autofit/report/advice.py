@@ -13,12 +13,21 @@ from autofit.failure import parse_oom_message
 from autofit.knobs import OTHER_OPTIMIZERS
 from autofit.leak_words import leak_sentences
 from autofit.prediction import Predictor
-from autofit.records import LEAK, Budget, Candidate, Description, Measurement, ModelTask, Outcome, Task
+from autofit.records import (
+    EVALUATION_PHASES,
+    LEAK,
+    Budget,
+    Candidate,
+    Description,
+    Measurement,
+    ModelTask,
+    Outcome,
+    Task,
+)
 from autofit.report.labels import in_unit
 from autofit.selection import fits_training
 from autofit.units import format_bytes
 
-EVALUATION = ("evaluate", "metrics")
 MEMORY = (Outcome.DEVICE_OOM, Outcome.HOST_OOM, Outcome.OVER_BUDGET)
 SPARE = 1.05  # of a larger budget above the peak that was measured
 LORA_STATES = 3  # gradients and the two moments of Adam, each as large as what is trained
@@ -63,7 +72,7 @@ def only_evaluation_fails(history: Sequence[Measurement], budget: Budget) -> boo
 
 
 def _fails_in_evaluation(m: Measurement) -> bool:
-    return m.outcome in MEMORY and m.failure is not None and m.failure.phase in EVALUATION
+    return m.outcome in MEMORY and m.failure is not None and m.failure.phase in EVALUATION_PHASES
 
 
 # ---- how far away ----
@@ -140,7 +149,8 @@ def _training_remedies(
         how = "add --lora r=16" if model else "wrap the model in the script: get_peft_model(model, LoraConfig(r=16))"
         found.append(Remedy(f"train adapters only: {how}", LORA_STATES * trainable))
     tokens = model.seq_len if model else description.longest_row
-    is_text = model is not None or not description.config.get("patch_size")
+    sizes = description.config
+    is_text = model is not None or not (sizes.get("patch_size") or sizes.get("input") == "pixel_values")
     if is_text and tokens is not None and tokens > LEAST_TOKENS:
         how = f"add --seq-len {tokens // 2}" if model else f"max_length={tokens // 2} where the script tokenizes"
         found.append(Remedy(f"shorter rows: {how}", _saved_by_half_the_row(smallest, description)))
@@ -172,7 +182,11 @@ def _evaluation_remedies(
         return []
     found = []
     # The loop holds what it gathered twice while it concatenates.
-    grown = [2 * m.growth.device_bytes_per_row * m.growth.rows_total for m in failed if m.growth is not None]
+    grown = [
+        (2 * m.growth.device_bytes_per_row + m.growth.metrics_bytes_per_row) * m.growth.rows_total
+        for m in failed
+        if m.growth is not None
+    ]
     gathered = int(max(grown, default=0)) or None
     reduced = description.has_logits_reduction or any(m.candidate.get("logits", "full") != "full" for m in history)
     if task.script is not None and description.has_metrics and not reduced:

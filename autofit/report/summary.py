@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from autofit.knobs import KNOBS, needs_code
-from autofit.records import LEAK, Budget, Candidate, Choice, Measurement, Outcome, Selection
+from autofit.records import EVALUATION_PHASES, LEAK, Budget, Candidate, Choice, Measurement, Outcome, Selection
 from autofit.report.labels import UNKNOWN, in_unit, knob_texts, plain
 from autofit.selection import RUN_LONGER, changes, failure_reason, window_rates
 from autofit.units import format_bytes
@@ -284,7 +284,7 @@ def train_knobs(candidate: Candidate) -> tuple:
 def _evaluation_fails(candidate: Candidate, groups: Sequence[Sequence[Measurement]]) -> bool:
     """Whether every evaluation on top of these training settings failed."""
     same = [m for group in groups if train_knobs(group[0].candidate) == train_knobs(candidate) for m in group]
-    failed = [m for m in same if m.failure is not None and m.failure.phase in ("evaluate", "metrics")]
+    failed = [m for m in same if m.failure is not None and m.failure.phase in EVALUATION_PHASES]
     return bool(failed) and not any(m.outcome in FITTING and m.eval_bytes is not None for m in same)
 
 

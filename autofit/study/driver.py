@@ -185,6 +185,7 @@ class Search:
             self.measure(step.candidate, step.purpose, step.why, evaluate=timed)
             if timed:
                 self._check_snapshot()
+                self._say_broken_evaluation()
 
     def _check_snapshot(self) -> None:
         """Once the baseline has run; it counts for no limit."""
@@ -199,6 +200,14 @@ class Search:
 
         if measured():
             self._snapshot.check(measured, canary, hurried=self.out_of_time() is not None)
+
+    def _say_broken_evaluation(self) -> None:
+        own = self.baseline_measurement()
+        if own is not None and own.outcome in UNMENDABLE and own.failure.phase in EVALUATION_PHASES:
+            self.say(
+                f"your own settings train, and their evaluation fails ({own.failure.kind}: {own.failure.message}): it is tried "
+                "once more on the best training settings"
+            )
 
     def _trace(self, candidate: Candidate) -> bool:
         """Make the shadow runs of a structure that has none, while there is time. Returns whether there are new ones.

@@ -96,7 +96,8 @@ def difference_of(forked: Measurement, fresh: Measurement) -> str | None:
         if forked.outcome in near or fresh.outcome in near:
             return None  # at the budget's edge either may come out
         return f"{forked.outcome.value} against {fresh.outcome.value}"
-    mine, theirs = forked.train_bytes, fresh.train_bytes
+    # Training after an evaluation holds what malloc has kept of that, and one of the two makes none.
+    mine, theirs = (m.phase("train").process_bytes if m.phase("train") else None for m in (forked, fresh))
     if mine and theirs and abs(mine - theirs) > max(ALIKE_PEAKS * theirs, ALIKE_BYTES):
         return f"peak {mine} bytes against {theirs} bytes"
     timed = forked.train_speed is not None and fresh.train_speed is not None

@@ -263,9 +263,11 @@ class EvaluatePlan:
         self._space, self._chosen, self._budget, self._device = space, chosen, budget, device
         self._like = like or space.baseline
         self._by_key: dict[str, Measurement] = {}
+        self._elsewhere: list[Measurement] = []  # on whatever training settings
 
     def next(self, history: Iterable[Measurement], in_code: bool) -> Step | None:
         """The next candidate to probe, or None when evaluation is settled."""
+        history = list(history)
         self._by_key = {
             m.candidate.key: m
             for m in history
@@ -273,8 +275,9 @@ class EvaluatePlan:
             and m.candidate.but(_eval_part(self._chosen)) == self._chosen
             and (m.eval_speed is not None or m.failure is not None or m.growth is not None)
         }
+        self._elsewhere = [m for m in history if m.growth is not None]
         for setting in self._settings(in_code):
-            step = self._ladder(setting)
+            step = None if self._is_known_to_grow(setting) else self._ladder(setting)
             if step is not None:
                 return step
         return None
@@ -365,7 +368,21 @@ class EvaluatePlan:
         return [m for m in self._by_key.values() if m.candidate.but(changes) == setting.but(changes)]
 
     def _short_of_memory(self, setting: Candidate) -> bool:
-        return any(m.outcome in MEMORY for m in self._of(setting))
+        return any(m.outcome in MEMORY for m in self._of(setting)) or self._is_known_to_grow(setting)
+
+    def _is_known_to_grow(self, setting: Candidate) -> bool:
+        """Whether what accumulates alone is more than the budget, as seen on other training settings: it is the same on all.
+
+        Where device and host are one memory; elsewhere it may be moved.
+        """
+        changes = {"per_device_eval_batch_size": 0, **({FLUSH: 0} if FLUSH in setting.values else {})}
+        wanted = _eval_part(setting.but(changes))
+        return self._device == "cpu" and any(
+            m.outcome in DEVICE_MEMORY
+            and m.growth.device_bytes_per_row * m.growth.rows_total > self._budget.device_bytes
+            and _eval_part(m.candidate.but(changes)) == wanted
+            for m in self._elsewhere
+        )
 
     def _grows_too_much(self, setting: Candidate) -> bool:
         """Whether what accumulates on the device is what does not fit, twice because of the concatenation."""

@@ -48,6 +48,7 @@ class ShadowPhases(Phases):
         super().attach()
         trainer = self._trainer
         trainer.args.dataloader_num_workers = 0  # workers would be started inside the modes
+        trainer.args.dataloader_persistent_workers, trainer.args.dataloader_prefetch_factor = False, None
         replaced = self._meter.fakes.convert_model(trainer.model) if trainer.model is not None else {}
         if trainer.optimizer is not None:
             for group in trainer.optimizer.param_groups:

@@ -330,6 +330,16 @@ class _Prepared:
         """What was found until Ctrl-C."""
         count = len(self._directory.measurements)
         provisional = self._directory.path / PROVISIONAL
+        in_code = [
+            m
+            for m in self._directory.measurements
+            if m.outcome is Outcome.FITS and m.eval_speed is not None and needs_code(m.candidate, self._space.baseline)
+        ]
+        if not provisional.exists() and in_code:
+            return Interrupted(
+                f"stopped after {count} probes; settings that need code were seen to fit, in probe {in_code[-1].probe}, and "
+                "none without; the same command resumes"
+            )
         if not provisional.exists():
             return Interrupted(
                 f"stopped after {count} probes, before any settings were seen to fit in training and evaluation; "

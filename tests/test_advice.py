@@ -121,6 +121,17 @@ def test_where_the_budget_is_all_that_the_device_has_another_device_is_advised()
     assert "--budget" not in text and "a device with at least 641MB, which --device names" in text
 
 
+def test_where_the_host_ran_out_its_own_budget_is_named():
+    failure = Failure("evaluate", None, "host_budget", "")
+    killed = replace(
+        probe(1, BASELINE, "baseline", Outcome.HOST_OOM, rates=(10.0,), train=300, failure=failure),
+        host_bytes=1200 * MB,
+    )
+    text = told([killed], budget=replace(BUDGET, host_bytes=900 * MB))
+    assert "1 of the candidates tried ran out of host memory under the host budget of 900 MB" in text
+    assert "--host-budget 1" in text
+
+
 def test_a_projected_host_peak_names_the_host_budget_that_it_needs():
     growth = EvaluationGrowth(32, 10_000, 0.0, 9.0, 320 * MB, 14_000 * MB)
     failure = Failure("evaluate", None, "host_growth", "")

@@ -9,8 +9,9 @@ import textwrap
 import pytest
 from conftest import QUICK
 
+from autofit.harness.evaluation_phases import kept_sentence
 from autofit.launch import Launcher
-from autofit.records import Budget, Candidate, Measurement, Outcome, Reply, Schedule
+from autofit.records import Budget, Candidate, EvaluationGrowth, Measurement, Outcome, Reply, Schedule
 from autofit.study.judgement import measurement_of
 from autofit.study.preflight import describe
 
@@ -180,7 +181,7 @@ def test_c13_evaluation_runs_on_top_of_what_training_holds(probe):
     weights = next(p for p in reply.phases if p.name == "load").process_bytes
     base = reply.growth.projected_process_bytes - reply.growth.projected_host_bytes
     kept = next(note for note in reply.notes if "evaluation keeps" in note)
-    assert "of its 64 rows; of each row logits 512000 bytes, labels 256 bytes, losses 4 bytes" in kept
+    assert "of 64 rows; of each row logits 512000 bytes, labels 256 bytes, losses 4 bytes" in kept
     assert reply.steps >= 3 and base >= 3 * weights  # the weights and AdamW's two states
 
 
@@ -195,6 +196,14 @@ def test_c15_whether_metrics_were_active_is_on_record(probe, launcher, machine, 
         probe(f"trainer(llama(), metrics={metrics}).train()").growth for metrics in ("accuracy", "None")
     )
     assert with_metrics.device_bytes_per_row > 1000 * without.device_bytes_per_row == 4000
+
+
+def test_c08_what_stands_beside_the_scores_is_told_with_a_way_out():
+    growth = EvaluationGrowth(4, 1000, 1e5, 1e5, 0, 0, {"logits": 8e4, "hidden_states": 2e4, "labels": 8.0}, 3e4)
+    told = kept_sentence(growth)
+    assert "hidden_states 20000 bytes" in told and "hidden_states are not needed where autofit.logits.first" in told
+    assert "metrics take 30000000 bytes" in told
+    assert "not needed" not in kept_sentence(dataclasses.replace(growth, outputs={"logits": 8e4, "labels": 2e4}))
 
 
 # ---- predict() and generation ----

@@ -27,6 +27,8 @@ from autofit.records import EvaluationGrowth, PhaseRecord, Schedule, Speed
 
 EVALUATE = "evaluate"
 WORTH_TELLING_BYTES = 16 * 2**20  # that accumulate over the whole set
+OURS = ("logits", "predictions", "labels", "losses", "inputs")  # all else is put out by the model beside its scores
+NOTABLE = 0.1  # of the scores' size
 UNSEEN = (
     "evaluation: nothing that the Trainer keeps was seen, though there are metrics; what a loop of the script's own keeps is "
     "not projected to the whole set"
@@ -377,7 +379,15 @@ def kept_sentence(growth: EvaluationGrowth) -> str:
     listed = ", ".join(f"{name} {size:.0f} bytes" for name, size in parts)
     whole = int(growth.host_bytes_per_row * growth.rows_total)
     what = "predict()" if growth.phase == "predict" else "evaluation"
-    return f"{what} keeps {whole} bytes of its {growth.rows_total} rows; of each row {listed}"
+    text = f"{what} keeps {whole} bytes of {growth.rows_total} rows; of each row {listed}"
+    taken = int(growth.metrics_bytes_per_row * growth.rows_total)
+    if taken >= WORTH_TELLING_BYTES:
+        text += f"; metrics take {taken} bytes beside them"
+    scores = max((size for name, size in parts if name in ("logits", "predictions")), default=0.0)
+    others = [name for name, size in parts if name not in OURS and size > NOTABLE * scores]
+    if others:
+        text += f"; {', '.join(others)} are not needed where autofit.logits.first keeps the scores alone"
+    return text
 
 
 def full_length(given: Mapping[str, Any], config: Any) -> dict[str, int]:

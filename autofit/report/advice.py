@@ -87,7 +87,11 @@ def _nearest(history: Sequence[Measurement], budget: Budget, description: Descri
     if above:
         held, probe = above[0]
         return f"{lead}the smallest peak above the budget of {size(limit)} is {size(held)} (probe {probe}), {size(held - limit)} too much"
-    count = len({m.candidate for m in history if m.outcome in MEMORY})
+    of_memory = [m for m in history if m.outcome in MEMORY]
+    if of_memory and all(m.outcome is Outcome.HOST_OOM for m in of_memory):
+        count = len({m.candidate for m in of_memory})
+        return f"{lead}{count} of the candidates tried ran out of host memory under the host budget of {size(budget.host_bytes)}"
+    count = len({m.candidate for m in of_memory})
     all_failed = count == len({m.candidate for m in history})
     who = f"all {count} candidates tried" if all_failed else f"{count} of the candidates tried"
     text = f"{lead}{who} ran out of memory under the budget of {size(limit)}"
@@ -192,7 +196,8 @@ def _evaluation_remedies(
     if task.script is not None and description.has_metrics and not reduced:
         found.append(
             Remedy(
-                "reduce logits before they gather in evaluation: give the Trainer a preprocess_logits_for_metrics",
+                "reduce logits before they gather in evaluation: give the Trainer a preprocess_logits_for_metrics, such as "
+                "those of autofit.logits, and a compute_metrics that takes what it returns",
                 gathered,
                 True,
             )
@@ -205,9 +210,9 @@ def _evaluation_remedies(
             Remedy("a smaller evaluation batch: add --knob per_device_eval_batch_size=1", _by_one_row(failed), True)
         )
     host = [
-        m.growth.projected_host_bytes + (m.host_bytes or 0)
+        m.growth.projected_host_bytes + (m.growth.host_level_bytes or m.host_bytes or 0) if m.growth else m.host_bytes
         for m in failed
-        if m.outcome is Outcome.HOST_OOM and m.growth
+        if m.outcome is Outcome.HOST_OOM and (m.growth or m.host_bytes)
     ]
     if host:
         found.append(Remedy(f"more host memory: add --host-budget {option_size(min(host), budget.unit)}", None, True))

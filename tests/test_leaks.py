@@ -232,7 +232,7 @@ ORDINARY_TASKS = {
 
 
 @pytest.mark.parametrize("case", ORDINARY_TASKS)
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_nothing_is_found_in_an_ordinary_training(launcher, ask, case, accumulation):
     changes = ORDINARY_TASKS[case]
     task = make_task(**{**changes, "base_args": {**OFTEN, **changes.get("base_args", {})}, "eval_rows": 5000})

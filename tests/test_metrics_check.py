@@ -137,6 +137,20 @@ def test_a_function_over_rows_that_are_all_of_one_class_is_not_taken_in(make):
         assert "argmax" in check_metrics(trainer, MANY).reductions
 
 
+def confident(prediction):
+    """Accuracy from scores or classes, and a share that only a model that is sure of itself reaches."""
+    scores = prediction.predictions
+    sure = 0.0
+    if scores.ndim == 3:
+        exponential = np.exp(scores - scores.max(-1, keepdims=True))
+        sure = float(((exponential / exponential.sum(-1, keepdims=True)).max(-1) > 0.8).mean())
+    return {**either(prediction), "confident": sure}
+
+
+def test_a_metric_that_an_untrained_model_leaves_at_zero_is_seen_to_need_scores(make):
+    assert "argmax" not in check_metrics(make(confident), MANY).reductions
+
+
 def test_the_area_under_a_curve_needs_scores_even_where_it_is_no_number_on_the_rows_themselves(make):
     def area(prediction):
         classes, labels = classes_of(prediction), prediction.label_ids

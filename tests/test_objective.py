@@ -309,6 +309,7 @@ def test_an_objective_that_is_not_known_is_refused():
         api.search(model="x", objective="speed")
 
 
+@pytest.mark.long
 def test_a_search_by_wall_time_says_what_it_assumes_and_tells_the_whole_run(tmp_path):
     heard = []
 

@@ -10,7 +10,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from transformers import TrainerCallback
@@ -44,8 +44,11 @@ REPEATED_SECONDS = 5.0  # that an evaluation may take which is made again, to se
 class EvaluationPhases(TrainerCallback):
     """What `Phases` does of evaluation. It drives the Trainer, keeps phases, and gives the schedule its turns."""
 
+    # What `Phases` gives.
     steps: int
     _phase: str
+    _open: Callable[[str], float]
+    _close: Callable[[str, float], PhaseRecord]
 
     def __init__(
         self, trainer: Any, schedule: Schedule, meter: DeviceMeter, recorder: Recorder, eval_rows: int
@@ -89,12 +92,6 @@ class EvaluationPhases(TrainerCallback):
     def _wrap(self, name: str, around: Any) -> None:
         original = getattr(self._trainer, name)
         setattr(self._trainer, name, lambda *args, **kwargs: around(original, *args, **kwargs))
-
-    def _open(self, phase: str) -> float:
-        raise NotImplementedError
-
-    def _close(self, phase: str, began: float) -> PhaseRecord:
-        raise NotImplementedError
 
     @property
     def _evaluates(self) -> bool:
